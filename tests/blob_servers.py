@@ -1,8 +1,11 @@
-"""Object stores' own servers for tests: one that speaks S3, and Mooncake's master with its memory.
+"""Servers of object stores for tests: an S3 server, and Mooncake's master with its memory.
 
-Each is skipped where its package is not there. The environment that reaches one is in `environ`:
-for this process while its block lasts, for others to be given. Mooncake's master listens on
-127.0.0.1 only; who lends it memory has no such choice.
+Tests of a server whose package is not installed are skipped. `environ` holds the variables that
+reach a server: they are set in this process while the block lasts, and can be given to other
+processes.
+
+Mooncake's master listens on 127.0.0.1 only; the process that lends it memory cannot choose its
+address.
 """
 
 import importlib.util
@@ -27,11 +30,11 @@ MIB = 1 << 20
 
 
 class S3Server:
-    """A server that speaks S3, in this process, with a bucket.
+    """An S3 server in this process, with one bucket.
 
     Attributes:
-        environ: that reaches it.
-        url: of a prefix in the bucket, which nobody else has: buckets are this process's.
+        environ: variables that reach it.
+        url: of a prefix in the bucket. No other process uses the bucket.
     """
 
     def __init__(self) -> None:
@@ -47,33 +50,33 @@ class S3Server:
         }
 
     def start(self) -> None:
-        """Start it."""
+        """Start the server."""
         from moto.server import ThreadedMotoServer
 
         self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
         self._server.start()
 
     def make_bucket(self) -> None:
-        """Make the bucket."""
+        """Create the bucket."""
         connection = HTTPConnection("127.0.0.1", self._port)
         with closing(connection):
             connection.request("PUT", "/sessions")
             assert connection.getresponse().status == 200
 
     def resume(self) -> None:
-        """Start it again, with what it held."""
+        """Start the server again, with the objects it held."""
         self.start()
 
     def interrupt(self) -> None:
-        """Stop it; what it holds is this process's."""
+        """Stop the server; its objects stay in this process."""
         self._server.stop()
 
 
 class MooncakeServer:
-    """A Mooncake master and, each a process of its own, who lends it memory.
+    """A Mooncake master and a process that lends it memory.
 
     Attributes:
-        environ: that reaches it.
+        environ: variables that reach it.
         url: of a prefix in it.
     """
 
@@ -89,7 +92,7 @@ class MooncakeServer:
         }
 
     def start(self, memory_bytes: int = 64 * MIB) -> None:
-        """Start both."""
+        """Start both processes."""
         self.start_master()
         self._run(
             "mooncake_client",
@@ -100,7 +103,7 @@ class MooncakeServer:
         self._wait_until("/get_all_segments", wants_text=True)
 
     def start_master(self) -> None:
-        """Start the master, which knows of nothing."""
+        """Start the master, which knows no objects yet."""
         self._master = self._run(
             "mooncake_master",
             *("--rpc_address=127.0.0.1", f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1"),
@@ -109,7 +112,7 @@ class MooncakeServer:
         self._wait_until("/health")
 
     def resume(self) -> None:
-        """Start the master again, and return when it has its memory again."""
+        """Start the master again, and return when it has memory again."""
         self.start_master()
         self._wait_until("/get_all_segments", wants_text=True)
 
@@ -119,11 +122,11 @@ class MooncakeServer:
         self._master.wait()
 
     def freeze_master(self, *, frozen: bool) -> None:
-        """Stop the master where it is, or let it go on."""
+        """Suspend the master, or resume it."""
         self._master.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def stop(self) -> None:
-        """End everything."""
+        """Stop both processes."""
         self._processes.close()
 
     def _run(self, program: str, *options: str) -> subprocess.Popen[bytes]:
@@ -151,13 +154,13 @@ class MooncakeServer:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server that speaks S3, with a bucket."""
+    """Run an S3 server with a bucket."""
     pytest.importorskip("moto.server")
     server = S3Server()
     server.start()
     try:
         server.make_bucket()
-        with _reached(server.environ):
+        with _store_environment(server.environ):
             yield server
     finally:
         server.interrupt()
@@ -165,7 +168,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextmanager
 def mooncake_server() -> Iterator[MooncakeServer]:
-    """A Mooncake Store with a little memory."""
+    """Run a Mooncake store with a little memory."""
     try:
         check_installed()
     except StoreMissingError as error:
@@ -173,7 +176,7 @@ def mooncake_server() -> Iterator[MooncakeServer]:
     server = MooncakeServer()
     try:
         server.start()
-        with _reached(server.environ):
+        with _store_environment(server.environ):
             yield server
     finally:
         server.stop()
@@ -183,8 +186,8 @@ SERVERS = {"s3": s3_server, "mooncake": mooncake_server}
 
 
 @contextmanager
-def _reached(environ: dict[str, str]) -> Iterator[None]:
-    """Have this process reach a server."""
+def _store_environment(environ: dict[str, str]) -> Iterator[None]:
+    """Set the variables that let this process reach a server."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -192,7 +195,7 @@ def _reached(environ: dict[str, str]) -> Iterator[None]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody has at the moment."""
+    """Return ports of 127.0.0.1 that are free at the moment."""
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.socket()) for _ in range(number)]
         for server in servers:

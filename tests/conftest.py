@@ -1,4 +1,4 @@
-"""Fixtures of more than one test folder."""
+"""Fixtures that several test folders share."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ from tests.tls_files import Authority
 
 LONG_S = 3600
 if os.environ.get("GPU_TESTS_DEVICE", "cpu") == "cpu":
-    # Triton's kernels are interpreted. Said before anything imports it, and to the children too.
+    # Triton's kernels are interpreted. Set before anything imports it, and for child processes too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Services keep the kernel for CPUs in their state directory, where each would compile it anew.
 _KERNELS = Path.home() / ".cache" / "cachedattention"
 os.environ.setdefault("CACHEDATTENTION_KERNEL_DIR", str(_KERNELS))
 
-# Machines are slow now and then: nothing is timed. What `make test` draws is the same every time
-# and, where a test says no number, a fifth of the usual hundred; `make test-long` draws anew.
+# Machines are slow now and then: nothing is timed. `make test` draws the same examples every time,
+# by default a fifth of the usual hundred; `make test-long` draws new ones.
 DRAWN = 20
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("seeded", _UNTIMED, derandomize=True, max_examples=DRAWN)
@@ -33,14 +33,14 @@ settings.register_profile("random", _UNTIMED, derandomize=False)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Choose the profile before any test module is imported, and a short place for files.
+    """Choose the Hypothesis profile before any test module is imported, and a short base directory.
 
-    Sockets' names have 107 bytes at most, of which pytest's own directories would take forty.
+    Socket paths have at most 107 bytes, of which pytest's own directories would take forty.
     """
-    # Who runs the tests in the background has Ctrl-C ignored, by what we start, too.
+    # A shell that runs the tests in the background makes them, and their children, ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Nor may what our own engines log get into what a command says that runs in this process.
+    # Logs of engines in this process must not mix with the output of a command run in this process.
     # Plain tracebacks, as the service's own are: one with values of variables takes half a second.
     structlog.configure(
         processors=[
@@ -58,10 +58,10 @@ def pytest_configure(config):
 
 
 def trust_one_authority(config):
-    """Have HTTP clients trust an authority of nobody's.
+    """Have HTTP clients trust one test authority only.
 
-    Each client reads all that it trusts, which takes longer than what tests ask of it if it trusts
-    the world; no server of ours has a certificate of that. Workers inherit it.
+    Each client reads every certificate that it trusts, and reading the system's takes longer than
+    the requests of a test. No test server uses a public certificate. Workers inherit the setting.
     """
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
@@ -69,7 +69,7 @@ def trust_one_authority(config):
 
 
 def pytest_collection_modifyitems(items):
-    """A long test has an hour, if it does not say otherwise.
+    """Give long tests a time limit of an hour unless they set their own.
 
     Hypothesis reports a test as flaky if it is stopped in the middle of an example.
     """
@@ -80,11 +80,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Leave what is imported and collected out of garbage collection.
+    """Leave imported modules and collected tests out of garbage collection.
 
-    It stays to the end: looking at it again and again took up to a fifth of the processor time of
-    tests that do much in this process. What tests make is looked at less often than usual, too,
-    which takes a tenth of that time away: they live for seconds.
+    They live to the end: scanning them repeatedly took up to a fifth of the processor time of tests
+    that do much in this process. Other objects are scanned less often than usual as well, which
+    saves a tenth: the test processes live for seconds.
     """
     gc.disable()
     try:
@@ -97,7 +97,7 @@ def pytest_collection():
 
 @pytest.fixture(autouse=True)
 def log_as_before():
-    """A command that a test runs in this process sets up logging: the next test has its own."""
+    """Restore the log settings after a test: a command that runs in this process changes them."""
     before = structlog.get_config()
     yield
     structlog.configure(**before)
@@ -105,7 +105,7 @@ def log_as_before():
 
 @pytest.fixture
 def forked_children():
-    """What a bench starts in this process is forked with its imports done."""
+    """Fork the children of benches that run in this process from one with its imports done."""
     from tests.warm_children import warm_children
 
     with warm_children():
@@ -114,8 +114,8 @@ def forked_children():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """The directory of the tiny model, built once."""
-    import torch  # the tests of kvd do without it
+    """Return the directory of the tiny model, built once."""
+    import torch  # the tests of kvd do not need torch
 
     from tests.models import build_model
 
@@ -125,7 +125,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sink_model(tmp_path_factory):
-    """The directory of a tiny model that leans on the first token of a context, built once."""
+    """Return the directory of a tiny model with an attention sink (its first token), built once."""
     from tests.models import build_sink_model
 
     return build_sink_model(tmp_path_factory.mktemp("model") / "sink")
@@ -133,7 +133,7 @@ def sink_model(tmp_path_factory):
 
 @pytest.fixture
 def short_dir():
-    """A directory whose path leaves room for socket names (107 bytes)."""
+    """Return a directory whose path leaves room for socket names (107 bytes)."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
@@ -141,7 +141,7 @@ def short_dir():
 
 @pytest.fixture(scope="session")
 def oracle(tiny_model):
-    """The judge of token identity for the tiny model."""
+    """Return the judge of token identity for the tiny model."""
     from tests.oracle import Oracle
 
     return Oracle(tiny_model)
@@ -149,7 +149,7 @@ def oracle(tiny_model):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(tiny_model, tmp_path_factory):
-    """The service of all identity tests; each test gives it a kvd of its own."""
+    """Run the service of all identity tests; each test gives it its own kvd."""
     from tests.pair import Pair
 
     pair = Pair(tiny_model, tmp_path_factory.mktemp("pair"))

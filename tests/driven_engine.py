@@ -1,15 +1,16 @@
-"""A synthetic engine in a process of its own, driven over stdin: a JSON list a line, and so back.
+"""A synthetic engine in its own process: a JSON list per line on stdin, and one per answer.
 
-Answers go to stdout; with the argument ANSWER_BACK, where stdin is a socket, to that.
+Answers go to stdout; with the argument ANSWER_BACK, where stdin is a socket, to that socket.
 
-    ["store", NAME, …]    → tokens of each session that are stored then
+    ["store", NAME, …]    → the number of tokens of each session that are stored afterwards
     ["load", NAME, …]     → [tokens, tiers, miss reason] of each; wrong bytes end the process
-    ["attached", TIMES]   → once it has attached so often: the inode of the arena it maps
+    ["attached", TIMES]   → the inode of the arena it maps, once it has attached so often
     ["begin", NAME]       → lease id of a store whose rows are written, not completed
-    ["finish"]            → tokens stored by completing it, or the reason why it is refused
-    ["scribble", SEED]    → after filling all memory it can write to with garbage: how many bytes
+    ["finish"]            → tokens stored by completing that store, or the reason for its refusal
+    ["scribble", SEED]    → the number of bytes, after filling all memory it can write with garbage
 
-It ends with its stdin. `DrivenEngine` is the other end; tests/warm_engine.py starts one by forking.
+It exits when its stdin is closed. `DrivenEngine` is the other end; tests/warm_engine.py starts one
+by forking.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ ANSWER_BACK = "--answer-back"
 
 
 def tokens_of(name: str) -> list[int]:
-    """Fifty tokens that depend on the name; no two names share a prefix."""
+    """Return fifty tokens that depend on the name; no two names share a prefix."""
     first = int.from_bytes(name.encode()[:3], "big") * 64
     return list(range(first, first + 50))
 
 
 class Driven:
-    """The engine and what it has under way."""
+    """The engine and its unfinished store."""
 
     def __init__(self, engine: SyntheticEngine) -> None:
         self._engine = engine
@@ -49,7 +50,7 @@ class Driven:
         self._changed.set()
 
     async def do(self, command: str, *arguments: str | int) -> list:
-        """One command."""
+        """Run one command."""
         if command != "attached":
             await self._engine.client.wait_attached(30)
         return await getattr(self, f"_{command}")(*arguments)
@@ -89,43 +90,43 @@ class Driven:
 
 
 def _mapped_arenas() -> list[str]:
-    """Inodes of the arenas that this process maps."""
+    """Return the inodes of the arenas that this process maps."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     slots = [line.split() for line in maps if "-slots" in line or ".slots" in line]
     return sorted({fields[4] for fields in slots})
 
 
 class Driving(Protocol):
-    """What is used of its process: a part of asyncio's."""
+    """The part of asyncio's subprocess interface that is used here."""
 
     stdin: asyncio.StreamWriter | None
     stdout: asyncio.StreamReader | None
 
     async def wait(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for the end of the process; return its exit code."""
         ...
 
 
 class DrivenEngine:
-    """The other end of its pipes."""
+    """Drives such a process over its pipes."""
 
     def __init__(self, process: Driving) -> None:
         self.process = process
 
     async def store(self, *names: str) -> list[int]:
-        """Store sessions; returns how many tokens of each are stored then."""
+        """Store sessions; return how many tokens of each are stored afterwards."""
         return await self.ask("store", *names)
 
     async def load(self, *names: str) -> list[tuple[int, list[str]]]:
-        """Load sessions and check every byte; returns (tokens, tiers) of each."""
+        """Load sessions and check every byte; return (tokens, tiers) of each."""
         return [(tokens, tiers) for tokens, tiers, _ in await self.ask("load", *names)]
 
     async def attached(self, num_times: int) -> list[str]:
-        """Wait until it has attached so often; returns the arena it maps."""
+        """Wait until it has attached so often; return the inode of the arena it maps."""
         return await self.ask("attached", num_times)
 
     async def ask(self, command: str, *arguments: str | int) -> list:
-        """Any command."""
+        """Send any command and return the answer."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -136,9 +137,10 @@ class DrivenEngine:
         return json.loads(line)
 
     async def end(self) -> None:
-        """Have it leave, and wait for its end."""
+        """End the process and wait for its exit."""
         assert self.process.stdin is not None
-        self.process.stdin.close()  # not a signal: what we have started may be its parent only
+        # closed stdin, not a signal: the direct child may only be a parent of the engine
+        self.process.stdin.close()
         await self.process.wait()
 
 
@@ -154,7 +156,7 @@ async def _drive(runtime_dir: Path, output: int) -> None:
 
 
 def main() -> None:
-    """Run it as its command line says."""
+    """Run the engine as the command line says."""
     configure_logging("error", json=False)
     runtime_dir, *options = sys.argv[1:]
     asyncio.run(_drive(Path(runtime_dir), 0 if options == [ANSWER_BACK] else 1))

@@ -1,4 +1,4 @@
-"""The kernel that embeds loaded keys, as one call of torch: that is how a device sees it.
+"""The kernel that embeds loaded keys, as a single call of torch, which is what a device sees.
 
 Triton's interpreter makes many calls of it, on copies of all memory.
 """

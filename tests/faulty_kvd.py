@@ -1,14 +1,14 @@
-"""kvd in a process of its own, with injected failures, that checks its invariants all the time.
+"""kvd as a process with injected failures that checks its invariants all the time.
 
     python -m tests.faulty_kvd --faults JSON [--dram SIZE] [--ssd SIZE] …
 
 The JSON object may have
     kill_at: [POINT, NTH]   SIGKILL itself when a write point is reached for the NTH time
     fail_at: [POINT, ERRNO] fail once, the first time that a write point is reached
-    read_errno, write_errno: what every read, or write, of an extent fails with
-    delay_s: what each of them takes longer
-Other settings come from the environment, as for `kvd serve`. Exit code 0 of a SIGTERM also says
-that the invariants of every cache held to the end.
+    read_errno, write_errno: the errno with which every read (write) of an extent fails
+    delay_s: additional seconds of each read and write
+Other settings come from the environment, as for `kvd serve`. Exit code 0 after a SIGTERM also
+means that the invariants of every cache held to the end.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from shared.process.log import configure_logging
 from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.processes import KvdProcess
 
-# Reached by what needs a key only: see tests/fault/test_erase_kills.py.
+# Reached only with an encryption key: see tests/fault/test_erase_kills.py.
 ERASE_POINTS = (WritePoint.SLOT_WIPED, WritePoint.KEYS_DROPPED, WritePoint.WAL_TRUNCATED)
-CHECK_S = 0.1  # between two checks; what tests store is small
+CHECK_S = 0.1  # between two checks of the invariants; the caches of tests are small
 
 
 class InjectedFaults(NoFaults):
-    """Fails as its plan says; see the module docstring. Any thread."""
+    """Fails as its plan says; see the module docstring. Any thread may call it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class InjectedFaults(NoFaults):
 
 
 class CheckedDaemon(Daemon):
-    """Stops as soon as an invariant does not hold."""
+    """A daemon that stops as soon as an invariant does not hold."""
 
     async def _wait_until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
@@ -107,7 +107,7 @@ def _check(caches: Caches) -> None:
 
 
 class FaultyKvd(KvdProcess):
-    """Such a process; `faults` holds for the next start."""
+    """The process; `faults` take effect at its next start."""
 
     def __init__(self, directory: Path, *flags: str, keep: str = "file", **settings: str) -> None:
         super().__init__(directory, flags, keep)
@@ -116,17 +116,17 @@ class FaultyKvd(KvdProcess):
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Return whether it has been started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     async def kill_it(self) -> bool:
-        """Kill it; False if it had ended, otherwise than by SIGKILL."""
+        """Kill it; return False if it had already ended otherwise than by SIGKILL."""
         assert self._process is not None
         await self.kill()
         return self._process.returncode == -signal.SIGKILL
 
     async def serves_or_is_killed(self) -> bool:
-        """Wait for one of the two; whether it serves."""
+        """Wait until it serves or is killed; return whether it serves."""
         serving = asyncio.ensure_future(wait_serving(f"unix:{self.runtime_dir / OPERATOR_SOCKET}"))
         ended = asyncio.ensure_future(self.exit_code())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +153,7 @@ async def _main(settings: config.Settings, faults: InjectedFaults) -> None:
 
 
 def main() -> None:
-    """Run it as its command line says."""
+    """Run the daemon as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=json.loads, default={})
     names = ("runtime_dir", "state_dir", "dram.bytes", "ssd.bytes", "log.level", "log.format")

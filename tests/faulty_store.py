@@ -1,8 +1,8 @@
-"""A BlobStore in memory that suffers what stores and networks do, as a random source says.
+"""A BlobStore in memory with the faults of stores and networks, drawn from a random source.
 
-Each server calls it through a view of its own. A view may die at any call, before or after it was
-done, and then calls nothing any more. Before each call others may act (`meanwhile`), so that their
-whole operations fall between any two calls of one.
+Each server uses the store through its own view. A view may crash at any call, before or after the
+call took effect, and makes no calls afterwards. Before each call other servers may act
+(`meanwhile`), so that their whole operations fall between any two calls of one server.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from shared.blobs.blob_store import Blob, BlobExistsError, BlobMissingError, Dat
 
 
 class CrashError(BaseException):
-    """The process that called has died; nobody catches that."""
+    """The calling process has died; no code catches this."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Odds:
     """How likely each fault is at a call.
 
     Attributes:
-        crash: the caller dies, before or after.
-        fails: nothing is done, and it says so.
-        lies: it is done, and said to have failed.
-        late: it is said to have failed, and done later, or never.
-        partial: a listing lacks some, and does not say so.
-        forgetful: a condition is not looked at.
+        crash: the caller dies, before or after the call took effect.
+        fails: the call has no effect and reports an error.
+        lies: the call takes effect and reports an error.
+        late: the call reports an error and takes effect later, or never.
+        partial: a listing silently lacks some entries.
+        forgetful: a condition is not checked.
     """
 
     crash: float = 0.0
@@ -39,15 +39,15 @@ class Odds:
 
 @dataclass
 class FaultyStore:
-    """What the views have in common.
+    """The state that all views share.
 
     Attributes:
-        random: decides.
+        random: draws the faults.
         now_s: the store's clock.
-        meanwhile: called before each call of a view that is not at rest.
+        meanwhile: called before each call of a view that is not calm.
         odds: of faults.
-        blobs: what is there: bytes and time.
-        late: what will be done later.
+        blobs: bytes and time of each object.
+        late: calls that take effect later.
     """
 
     random: Random
@@ -58,7 +58,7 @@ class FaultyStore:
     late: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Do, or forget, what is late."""
+        """Perform or drop the calls that are late."""
         while self.late:
             do = self.late.pop(self.random.randrange(len(self.late)))
             if self.random.random() < 0.7:
@@ -75,11 +75,11 @@ class FaultyStore:
 
 
 class View:
-    """One server's way to the store.
+    """One server's access to the store.
 
     Args:
-        store: it.
-        is_calm: no faults, and nobody acts meanwhile.
+        store: the shared state.
+        is_calm: no faults, and no other server acts in between.
     """
 
     keeps = True
@@ -127,7 +127,7 @@ class View:
     # ------------------------------------------------------------------------------------- faults
 
     def _before(self, name: str) -> None:
-        """Suffer what comes before a call."""
+        """Run the other servers, then perhaps crash or fail, before a call."""
         if self._is_dead:
             raise CrashError
         if self._is_calm:
@@ -135,19 +135,19 @@ class View:
         self._store.meanwhile()
         self._die_by_chance()
         if self._store.random.random() < self._store.odds.fails:
-            raise _failed(name)
+            raise _failure(name)
 
     def _write(self, name: str, do: Callable[[], None]) -> None:
         self._before(name)
         luck, odds = self._store.random.random(), self._store.odds
         if not self._is_calm and luck < odds.late:
             self._store.late.append(lambda: _quietly(do))
-            raise _failed(name)
+            raise _failure(name)
         do()
         if not self._is_calm:
             self._die_by_chance()
             if odds.late <= luck < odds.late + odds.lies:
-                raise _failed(name)
+                raise _failure(name)
 
     def _die_by_chance(self) -> None:
         if self._store.random.random() < self._store.odds.crash / 2:
@@ -162,5 +162,5 @@ def _quietly(do: Callable[[], None]) -> None:
         return
 
 
-def _failed(name: str) -> StoreFailedError:
+def _failure(name: str) -> StoreFailedError:
     return StoreFailedError(f"the object store failed at {name}", "try again")

@@ -1,4 +1,4 @@
-"""The fingerprint of a model directory, as a test asks for it."""
+"""The fingerprint of a model directory for tests."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ from inference_svc.runtime.model.fingerprint import Fingerprint
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a directory; reads all of it."""
+    """Return the fingerprint of a directory; read every file in it."""
     with Fingerprint(path) as fingerprint:
         return fingerprint.result()

@@ -1,4 +1,4 @@
-"""`kvd remote follow` as a process, and what is in its store."""
+"""`kvd remote follow` as a process, and queries of its store."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ FOLLOWING = WarmPython("kvd.cli.main", "kvd.following.process", "obstore", "obst
 
 
 class Following:
-    """`kvd remote follow` of one kvd; it may be ended and started again."""
+    """`kvd remote follow` for one kvd; it can be ended and started again."""
 
     def __init__(self, kvd: KvdProcess) -> None:
         self._kvd = kvd
@@ -35,7 +35,7 @@ class Following:
             return await wait_ended(self._process)
 
     def said(self, event: str) -> int:
-        """How often it has logged an event."""
+        """Return how often it has logged an event."""
         return self._log.read_text().count(f'"event": "{event}"')
 
     async def until_said(self, event: str, times: int = 1) -> None:
@@ -46,18 +46,18 @@ class Following:
 
 
 def url_of(store: Path | str) -> str:
-    """The URL of a directory, or what is one already."""
+    """Return the URL of a directory; a URL is returned unchanged."""
     return store if isinstance(store, str) else f"file://{store}"
 
 
 def remote_settings(store: Path | str, **settings: str) -> dict[str, str]:
-    """The environment of a kvd whose sessions move to a store, and from it, at once."""
+    """Return the environment of a kvd that pushes sessions to a store, and pulls them, at once."""
     values = {"url": url_of(store), "write": "all", "quiet": "0s", "pull": "true", **settings}
     return {f"KVD_REMOTE__{name.upper()}": value for name, value in values.items()}
 
 
 def manifest_of(store: Path | str, session: str | SessionKey):
-    """What the store has of a session, or of one named so; None: nothing, or it was dropped."""
+    """Return the store's manifest of a session; None if there is none or it was dropped."""
     key = key_of(session) if isinstance(session, str) else session
     found = Catalog(open_store(url_of(store))).read(session_place(key))
     return None if found is None or found.manifest.dropped else found.manifest
@@ -66,7 +66,7 @@ def manifest_of(store: Path | str, session: str | SessionKey):
 async def until_there(
     store: Path | str, session: str | SessionKey, num_tokens: int | None, epoch: int = 1
 ) -> None:
-    """Return when the store has so much of a session; None: nothing any more."""
+    """Return when the store has so many tokens of a session; None: when it has none any more."""
 
     async def there():
         found = await asyncio.to_thread(manifest_of, store, session)

@@ -1,6 +1,6 @@
-"""Sequences that hold windows only, side by side or on pages, and what each of them is to answer.
+"""Sequences that hold windows only, side by side or on pages, and the expected answers.
 
-Their memory is no numbers before it is written: what is read and was not held shows in answers.
+Their memory is NaN before it is written: reading a row that is not held shows in the answers.
 """
 
 import random
@@ -37,7 +37,7 @@ class HoldsAll:
         return self.model.new_kv(capacity)
 
     def feed(self, kv, tokens, scores=None):
-        """Compute tokens at once, as an engine does; returns the last one's logits."""
+        """Compute tokens at once, as an engine does; return the last one's logits."""
         chunk = Chunk(kv, tokens, want_logits=True, scores=scores)
         return self.runner.step([chunk])[0]
 
@@ -48,7 +48,7 @@ class HoldsAll:
 
 
 class SideBySide(HoldsAll):
-    """Sequences that hold windows, in rows; no block is as short as these sequences."""
+    """Sequences that hold windows, in rows; every block is longer than these sequences."""
 
     def __init__(self, model, spare_tokens=4, num_slots=1000):
         super().__init__(model)
@@ -75,7 +75,7 @@ class SideBySide(HoldsAll):
 
 
 class OnPages(SideBySide):
-    """The same on pages that lie anywhere."""
+    """The same on scattered pages."""
 
     def _new_pool(self, _num_slots):
         self.groups = LayerGroups.of(self.windows, self.shapes, PAGE_TOKENS)

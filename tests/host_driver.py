@@ -1,4 +1,4 @@
-"""A device's driver in the memory of the host, for engines on a CPU: what it shares is a memfd."""
+"""A device driver whose device memory is host memory, for engines on a CPU; it shares memfds."""
 
 import mmap
 import os
@@ -7,20 +7,20 @@ import torch
 
 
 class HostDriver:
-    """See `runtime/cuda/driver.py`; it locks nothing, so that nothing is copied in place."""
+    """See `runtime/cuda/driver.py`; it locks no memory, so that no slot is copied in place."""
 
     def register(self, address, num_bytes):
-        """Nothing need be locked."""
+        """Do nothing: host memory needs no lock."""
 
     def unregister(self, address):
-        """Nothing was."""
+        """Do nothing: no memory is locked."""
 
     def staging(self, num_bytes):
-        """Memory of the host."""
+        """Return host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def share(self, num_bytes):
-        """Memory of a file, which the stand-in for CUDA's driver imports."""
+        """Return a memfd, which the stand-in for CUDA's driver can import."""
         fd = os.memfd_create("ring")
         os.ftruncate(fd, max(num_bytes, 2 << 20))
         return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8), fd

@@ -1,4 +1,4 @@
-"""A kvd that lies: it attaches engines like the real one, and answers their calls with nonsense."""
+"""A malicious kvd: it attaches engines like the real one, and answers their calls with nonsense."""
 
 import asyncio
 import os
@@ -20,14 +20,14 @@ Answer = Callable[[kvd_pb2.PrepareLoadRequest], kvd_pb2.PrepareLoadResponse]
 
 
 class HostileEngineService(kvd_pb2_grpc.EngineServicer):
-    """Answers every PrepareLoad with what it was given, and refuses every store for no reason."""
+    """Answers every PrepareLoad with the given response, and refuses every store for no reason."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.num_loads = 0
 
     async def Attach(self, request, context):  # noqa: N802
-        """Attach whoever asks."""
+        """Attach every engine."""
         attached = kvd_pb2.Attached(
             engine_id=1,
             arena_id="lies",
@@ -36,19 +36,19 @@ class HostileEngineService(kvd_pb2_grpc.EngineServicer):
             max_queue_jobs=1000,
         )
         yield kvd_pb2.AttachEvent(attached=attached)
-        await asyncio.get_running_loop().create_future()  # until the engine goes
+        await asyncio.get_running_loop().create_future()  # until the engine disconnects
 
     async def PrepareLoad(self, request, context):  # noqa: N802
-        """Lie."""
+        """Return the given response."""
         self.num_loads += 1
         return self._answer(request)
 
     async def CompleteLoad(self, request, context):  # noqa: N802
-        """Know of no lease."""
+        """Report every lease as unknown."""
         await context.abort(grpc.StatusCode.NOT_FOUND, "what lease?")
 
     async def PushQueue(self, requests, context):  # noqa: N802
-        """Acknowledge what nobody sent, and in the end nothing."""
+        """Acknowledge snapshots that were never sent, and finally nothing."""
         async for snapshot in requests:
             if snapshot.sequence % 5 == 0:
                 return
@@ -62,7 +62,7 @@ class HostileEngineService(kvd_pb2_grpc.EngineServicer):
 
 @asynccontextmanager
 async def hostile_kvd(runtime_dir: Path, answer: Answer) -> AsyncIterator[HostileEngineService]:
-    """Serve nonsense in a directory where the engine looks for kvd."""
+    """Serve nonsense in the directory where the engine looks for kvd."""
     _clear(runtime_dir)
     service = HostileEngineService(answer)
     server = grpc.aio.server()
@@ -84,7 +84,7 @@ async def hostile_kvd(runtime_dir: Path, answer: Answer) -> AsyncIterator[Hostil
 
 
 def _clear(runtime_dir: Path) -> None:
-    """Make room for the sockets; a killed kvd leaves its own behind."""
+    """Remove the sockets that a killed kvd has left."""
     runtime_dir.mkdir(parents=True, exist_ok=True)
     for name in (ENGINE_SOCKET, DATA_SOCKET):
         (runtime_dir / name).unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def _clear(runtime_dir: Path) -> None:
 async def _hand_out_arenas(listener: socket.socket) -> None:
     fd = os.memfd_create("lies")
     os.ftruncate(fd, SLOT_BYTES * NUM_SLOTS)
-    wakeup_fd = os.eventfd(0)  # what an older kvd has handed out; nobody ever writes it
+    wakeup_fd = os.eventfd(0)  # what an older kvd hands out; no engine writes it
     connections = []
     try:
         while True:

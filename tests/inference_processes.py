@@ -14,7 +14,7 @@ from tests.warm_python import WarmProcess, WarmPython
 
 STATE_S = 60.0
 PAUSE_S = 0.02
-# What a service imports on its way: see tests/warm_python.py.
+# What a service imports at start: see tests/warm_python.py.
 SERVICE = WarmPython(
     "inference_svc.cli.main",
     "inference_svc.server",
@@ -40,10 +40,10 @@ class InferenceProcess:
     """One service; `start` returns when gRPC health says that it serves.
 
     Args:
-        directory: short (a socket lies in it); transcripts and logs survive restarts there.
-        kvd_runtime_dir: of a kvd; None: `--mode recompute`.
-        environ: what it has in its environment beside ours.
-        address: where it listens; "": at a socket in `directory`.
+        directory: a short path (it holds a socket); transcripts and logs there survive restarts.
+        kvd_runtime_dir: of the kvd to use; None: `--mode recompute`.
+        environ: additional environment variables.
+        address: its listening address; "": a socket in `directory`.
         credentials: of its clients.
     """
 
@@ -62,7 +62,7 @@ class InferenceProcess:
         cache = ["--mode", "recompute"]
         if kvd_runtime_dir is not None:
             cache = ["--mode", "cached", "--kvd-runtime-dir", str(kvd_runtime_dir)]
-            # So that what a turn reuses is what kvd has of it; flags may say otherwise.
+            # Off, so that every reused token comes from kvd; flags may override this.
             cache += ["--load-policy", "always", "--no-residents"]
         arguments = [
             *("inference_svc.cli.main", "serve", "--model", str(model_dir), "--dtype", "float32"),
@@ -83,7 +83,7 @@ class InferenceProcess:
         await self.stop()
 
     async def start(self) -> None:
-        """Start it, or start it again."""
+        """Start or restart it."""
         await self._child.start()
 
     async def stop(self) -> None:
@@ -99,12 +99,12 @@ class InferenceProcess:
         self._child.send_signal(number)
 
     async def exit_code(self) -> int:
-        """Wait until it has ended by itself, or by a signal."""
+        """Wait until it has ended by itself, or by a signal; return its exit code."""
         return await self._child.wait()
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """Return the pid of the running process."""
         return self._child._running().pid
 
     def rss_bytes(self) -> int:
@@ -112,12 +112,12 @@ class InferenceProcess:
         return self._child.rss_bytes()
 
     def client(self) -> InferenceClient:
-        """A new connection."""
+        """Open a new connection."""
         return InferenceClient(self.address, self._credentials)
 
 
 class _WarmChild(ChildProcess):
-    """A service that need not import torch first."""
+    """A service forked from a process that has imported torch already."""
 
     def _spawn(self, log: int) -> WarmProcess:
         module, *arguments = map(str, self._arguments)
@@ -125,7 +125,7 @@ class _WarmChild(ChildProcess):
 
 
 async def pause() -> None:
-    """Leave the processor to what is asked again and again: it is to do what is waited for."""
+    """Sleep before asking again, so that the polled process gets the processor."""
     await asyncio.sleep(PAUSE_S)
 
 
@@ -137,9 +137,10 @@ async def wait_kvd_state(client: InferenceClient, state: str) -> None:
 
 
 async def wait_saved(client: InferenceClient) -> None:
-    """Return when kvd has what the turns so far have computed.
+    """Return when kvd has the KV of all turns so far.
 
-    Only a session's own next turn waits for its saves by itself, and kvd begins none once it stops.
+    Otherwise only a session's own next turn waits for its saves, and kvd starts no saves once it
+    stops.
     """
     async with asyncio.timeout(STATE_S):
         while (await client.get_model()).gauges["saves_under_way"]:

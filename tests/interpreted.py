@@ -1,4 +1,4 @@
-"""Triton's interpreter, as a GPU computes."""
+"""Triton's interpreter with a GPU's rounding."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 @pytest.fixture
 def rounding_as_a_gpu(monkeypatch):
-    """Have float32 become bfloat16 by rounding to the nearest; the interpreter cuts it off."""
+    """Round float32 to the nearest bfloat16; the interpreter itself truncates."""
     convert = interpreter._convert_float
 
     def converted(data, source, target, rounding):

@@ -1,8 +1,8 @@
-"""`kvd` as somebody else: what root starts goes on as a user of one group.
+"""`kvd` as an unprivileged user of one group, started by root.
 
     python -m tests.kvd_as_user GID COMMAND ...
 
-Modules are loaded by root, because others may not be able to read them.
+Modules are loaded by root, because the other user may not be able to read them.
 """
 
 import os
@@ -19,7 +19,7 @@ NOBODY_UID = 65534
 
 
 def let_others_enter(directory: Path) -> None:
-    """Open the way to a test's directory: those above it are pytest's own, more with workers."""
+    """Let other users enter a test's directory: pytest creates its parents for one user only."""
     for part in (directory, *directory.parents):
         if part == Path(tempfile.gettempdir()):
             return
@@ -28,7 +28,7 @@ def let_others_enter(directory: Path) -> None:
 
 @contextmanager
 def without_root(directory: Path) -> Iterator[None]:
-    """Go on as somebody else, who may enter the directory; who is not root stays themselves."""
+    """Become an unprivileged user who may enter the directory; do nothing if not root."""
     let_others_enter(directory)
     user = os.geteuid()
     os.seteuid(user or NOBODY_UID)
@@ -39,7 +39,7 @@ def without_root(directory: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run it as its command line says."""
+    """Run `kvd` as the command line says."""
     gid, *command = sys.argv[1:]
     try:
         with redirect_stdout(StringIO()):

@@ -1,4 +1,4 @@
-"""Asking a running kvd until it says what a test waits for, with a deadline."""
+"""Polls a running kvd, with a deadline, until it is in the state that a test waits for."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,19 +10,21 @@ from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from tests.processes import KvdProcess
 
 DEADLINE_S = 30.0
-POLL_S = 0.01  # at first; what takes longer is asked for less often: asking takes a third of that
+# at first; later polls are less frequent: polling takes a third of the processor time otherwise
+POLL_S = 0.01
 MOST_POLL_S = 0.05
 
 T = TypeVar("T")
 
 
 async def eventually(ask: Callable[[], Awaitable[T]], wanted: T) -> None:
-    """Ask until the answer is `wanted`."""
+    """Poll until the answer is `wanted`."""
     answer: T | None = None
     pause_s = POLL_S
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while (answer := await ask()) != wanted:  # another process: there is no event
+            # the state belongs to another process: there is no event to wait for
+            while (answer := await ask()) != wanted:
                 await asyncio.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, MOST_POLL_S)
     except TimeoutError:
@@ -30,20 +32,20 @@ async def eventually(ask: Callable[[], Awaitable[T]], wanted: T) -> None:
 
 
 async def reader_stats(kvd: KvdProcess) -> kvd_pb2.GetStatsResponse:
-    """GetStats."""
+    """Call GetStats."""
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
         stub = kvd_pb2_grpc.ReaderStub(channel)
         return await stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=DEADLINE_S)
 
 
 async def counters_of(kvd: KvdProcess) -> dict[str, int]:
-    """The counters of its one layout."""
+    """Return the counters of the only layout."""
     [layout] = (await reader_stats(kvd)).layouts
     return dict(layout.counters)
 
 
 async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
-    """ListSessions, all of its pages."""
+    """Call ListSessions for all of its pages."""
     found: list[kvd_pb2.SessionInfo] = []
     request = kvd_pb2.ListSessionsRequest()
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
@@ -57,7 +59,7 @@ async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
 
 
 async def until_kept(kvd: KvdProcess, session_id: str) -> None:
-    """Return when the next kvd would find a session in DRAM: blocks hashed, index committed."""
+    """Return when a restarted kvd would find a session in DRAM: blocks hashed, index committed."""
     session = kvd_pb2.SessionKey(session_id=session_id)
     described = kvd_pb2.DescribeSessionRequest(session=session)
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
@@ -75,14 +77,14 @@ async def until_kept(kvd: KvdProcess, session_id: str) -> None:
 
 
 async def until_indexed(kvd: KvdProcess) -> None:
-    """Return when the index has what it was given so far: the layout of an engine that attached."""
+    """Return when the index has committed all changes so far, such as a new engine's layout."""
     nobodys = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(tenant="nobody"))
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
         await kvd_pb2_grpc.OperatorStub(channel).Flush(nobodys, timeout=DEADLINE_S)
 
 
 async def all_clean(kvd: KvdProcess) -> None:
-    """Return when no block is dirty: everything stored is on SSD."""
+    """Return when no block is dirty: every stored block is on SSD."""
 
     async def dirty_bytes() -> int:
         return sum(layout.dirty_bytes for layout in (await reader_stats(kvd)).layouts)

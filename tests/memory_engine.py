@@ -57,7 +57,7 @@ LIMITS = {
 
 
 class FaultyRunner(ModelRunner):
-    """Fails as a model would that cannot compute one request."""
+    """Fails as a model would that cannot compute one of the requests."""
 
     def step(self, chunks, clock=None):
         if any(POISON in chunk.token_ids for chunk in chunks):
@@ -66,16 +66,16 @@ class FaultyRunner(ModelRunner):
 
 
 class MemoryStore:
-    """Keeps the position-free KV of saved sessions; saves end when they may, loads fail if set so.
+    """Keeps the position-free KV of saved sessions; tests decide when saves end.
 
     Attributes:
-        order: of what was asked.
-        histories: tokens that their sessions had before, as loads said.
-        is_asked, may_begin: a load has come; loads begin.
-        load_error: raised by a load that begins; None: none.
-        is_away: whether no discard and no graft reaches it.
-        offers_grafts: whether it may be asked for one.
-        is_grafting, may_graft: a graft has come; grafts are done.
+        order: the calls, oldest first.
+        histories: tokens that the sessions had before, as given in loads.
+        is_asked, may_begin: set when a load arrives; loads wait for the second.
+        load_error: raised by the next load that begins; None: no error.
+        is_away: whether discards and grafts do not reach it.
+        offers_grafts: whether it supports grafts.
+        is_grafting, may_graft: set when a graft arrives; grafts wait for the second.
         has_discarded: set when it received a discard.
         num_failing_loads: so many loads break off after they were announced.
         may_give_back: loads that broke off end.
@@ -98,7 +98,7 @@ class MemoryStore:
         self.has_discarded = asyncio.Event()
         self.num_failing_loads = 0
         self.rows = {}  # key -> token ids, keys and values of all layers
-        self.lineages = {}  # of these tokens
+        self.lineages = {}  # of the tokens in this list
         self.ended = []
         self.retained = []
         self.expected = []
@@ -160,7 +160,7 @@ class MemoryStore:
         if self.lineages.get(key) != lineage:
             self.rows.pop(key, None)
         stored, keys, values = self.rows.get(key, (b"", [], []))
-        if from_token > len(stored) // 4:  # sessions share what they have in common
+        if from_token > len(stored) // 4:  # sessions share equal prefixes
             begins = token_ids[: 4 * from_token]
             stored, keys, values = next(
                 (
@@ -179,7 +179,7 @@ class MemoryStore:
         self.rows[key] = (
             token_ids,
             *(
-                [_joined(old, rows, from_token) for old, rows in _pairs(olds, news)]
+                [_join_rows(old, rows, from_token) for old, rows in _pairs(olds, news)]
                 for olds, news in zip((keys, values), new, strict=True)
             ),
         )
@@ -188,7 +188,7 @@ class MemoryStore:
     async def discard(self, key, token_ids, ranges, lineage=None):
         self.order.append("discard")
         self.has_discarded.set()
-        if self.is_away or self.lineages.get(key) != lineage:  # also if it has been done before
+        if self.is_away or self.lineages.get(key) != lineage:  # also if the discard is repeated
             return
         stored, keys, values = self.rows.pop(key, (b"", [], []))
         if not stored or not token_ids.startswith(stored):
@@ -245,7 +245,7 @@ def _pairs(olds, news):
     return zip(olds or [None] * len(news), news, strict=True)
 
 
-def _joined(old, new, from_token):
+def _join_rows(old, new, from_token):
 
     if old is None or not from_token:
         assert not from_token, "a gap"
@@ -255,7 +255,7 @@ def _joined(old, new, from_token):
 
 
 class Sink:
-    """Collects tokens up to a number of them."""
+    """A sink that collects tokens up to a limit."""
 
     def __init__(self, max_tokens):
         self.max_tokens = max_tokens
@@ -277,13 +277,13 @@ class Sink:
 
 
 def loaded_model(directory):
-    """The model, calibrated."""
+    """Return the model, calibrated."""
     loaded = load_model(directory, "float32", "cpu")
     return loaded, calibrate(loaded)
 
 
 class Engine:
-    """An engine over a store in memory, and a maker of requests."""
+    """An engine over a store in memory, with a factory for requests."""
 
     def __init__(self, model, store, given, preload, saves_first, capture, draft_tokens):
         loaded, calibration = model
@@ -347,14 +347,14 @@ class Engine:
         )
 
     async def run(self, token_ids, max_tokens=8, session="s", **fields):
-        """One turn, kept; returns its tokens."""
+        """Run one turn and keep its session; return its tokens."""
         request = self.request(token_ids, max_tokens, session, **fields)
         await self.loop.generate(request)
         self.loop.keep(request, request.token_ids[:-1])
         return request
 
     async def all_released(self):
-        """Nothing is under way, and nothing is held but by residents."""
+        """Return whether no request is active and only residents hold memory."""
         await self.loop.idle.wait()
         self.scheduler.check()
         assert not self.scheduler.slots.reserved_slots
@@ -382,6 +382,6 @@ async def running_engine(
 
 
 async def alone(model, token_ids, max_tokens=8):
-    """What a turn answers with nothing else around, a token a step."""
+    """Return the answer of a turn that runs alone, one token per step."""
     async with running_engine(model, draft_tokens=0) as engine:
         return (await engine.run(token_ids, max_tokens)).sink.token_ids

@@ -1,7 +1,7 @@
 """Random turns against the real pair, many at once: cancelled, dropped, late, urgent, forked.
 
-Everything is drawn from a seed but the order in which processes get on; what comes out must not
-depend on that. `play` goes on until the counters show that what the scene is for has happened.
+A seed determines everything but the relative speed of the processes; the answers must not depend on
+that speed. `play` continues until the counters show that the scene has exercised its aims.
 """
 
 import asyncio
@@ -18,36 +18,36 @@ from tests.oracle import Oracle, Verdict
 from tests.pair import VOCAB_SIZE, Pair
 
 NUM_CLIENTS = 7
-NUM_SESSIONS = 9  # alive at a time; one that fills the window is followed by another
-ROUNDS = 8  # as many turns as asked for, so many times, is enough to see what is to be seen
+NUM_SESSIONS = 9  # live sessions at a time; one that fills its window is replaced by another
+ROUNDS = 8  # times the requested number of turns suffice to reach every aim
 SHORT_DEADLINES_S = (0.0001, 0.01, 0.05, 0.2)
 
 
 class MixedLoad:
-    """Drives one pair by a seeded die.
+    """Drives one pair with a seeded random source.
 
-    Attributes:
-        seen: what happened to turns, as their clients saw it, and reused tokens by tier.
+    Attributes: seen: the fates of turns as their clients saw them, and reused tokens by tier.
     """
 
     def __init__(self, pair: Pair, seed: int) -> None:
         self.seen: Counter[str] = Counter()
         self._pair = pair
         self._random = random.Random(seed)  # noqa: S311  # test data
-        self._beginning = self._tokens(140)  # some sessions begin alike: a block is shared
+        # some sessions have an equal beginning: they share a block
+        self._beginning = self._tokens(140)
         self._generation: Counter[int] = Counter()
         self._begun: set[str] = set()
         self._answers: dict[str, list[int]] = {}  # by request id
         self._num_begun = 0
-        self._begins = asyncio.Semaphore(0)  # one for each turn begun since kvd's last start
+        self._begins = asyncio.Semaphore(0)  # one entry for each turn begun since kvd's last start
 
     async def play(self, num_turns: int, aims: Sequence[str] = (), num_kills: int = 0) -> None:
-        """Take turns with several clients at once.
+        """Run turns of several clients at once.
 
         Args:
-            num_turns: at least; then until every aim is reached.
-            aims: what is to happen: keys of `counts`.
-            num_kills: of kvd, in between.
+            num_turns: the minimum; then turns until every aim is reached.
+            aims: events that have to happen: keys of `counts`.
+            num_kills: how often kvd is killed in between.
         """
 
         async def take_turns(client: InferenceClient) -> None:
@@ -62,15 +62,15 @@ class MixedLoad:
                 clients.create_task(take_turns(client))
 
     async def counts(self) -> Counter[str]:
-        """What the clients saw and what the service counted."""
+        """Return what the clients saw and what the service counted."""
         return self.seen + Counter(await self._pair.counters())
 
     async def judge(self, oracle: Oracle) -> dict[str, Verdict]:
-        """Sessions with answers that are not those of recomputation, or not what was streamed."""
+        """Return the sessions whose answers differ from recomputation or from what was streamed."""
         wrong = {}
         async with self._pair.service.client() as client:
             for name in sorted(self._begun):
-                with suppress(NotFoundError):  # none of its turns was finished
+                with suppress(NotFoundError):  # no turn of this session was finished
                     session = await client.get_session(self._pair.name(name), with_turns=True)
                     verdict = await self._verdict(oracle, name, session.turn_records)
                     if not verdict.is_identical:
@@ -80,11 +80,11 @@ class MixedLoad:
     async def _verdict(
         self, oracle: Oracle, name: str, records: Sequence[pb.TurnRecord]
     ) -> Verdict:
-        """Judge a session; what was streamed has to be what is recorded, too."""
+        """Judge a session; the streamed tokens must equal the recorded ones."""
         for record in records:
             streamed = self._answers.get(record.request_id, record.output_ids)
             assert list(streamed) == list(record.output_ids), (name, record.turn)
-        verdict = await asyncio.to_thread(oracle.judge, _judged(records))
+        verdict = await asyncio.to_thread(oracle.judge, _judged_turns(records))
         self.seen["judged_tokens"] += verdict.num_tokens
         self.seen["ties"] += verdict.num_ties
         return verdict
@@ -100,7 +100,7 @@ class MixedLoad:
         return not missing
 
     async def _something(self, client: InferenceClient) -> None:
-        """A turn, a fork, the end of a session, or a pause."""
+        """Run a turn, a fork, the end of a session, or a pause."""
         die = self._random.random()
         if die < 0.05:
             await self._fork(client)
@@ -108,12 +108,12 @@ class MixedLoad:
             await self._delete(client)
         elif die < 0.15:
             for _ in range(self._random.randint(1, 20)):
-                await client.get_model()  # a pause as long as so many answers take
+                await client.get_model()  # a pause as long as several answers take
         else:
             await self._turn(client, self._some_session())
 
     async def _turn(self, client: InferenceClient, name: str) -> None:
-        """Submit a turn, to its end or not."""
+        """Submit a turn, and follow it to its end or not."""
         request, die = self._request(name), self._random.random()
         self._begun.add(name)
         try:
@@ -129,7 +129,7 @@ class MixedLoad:
             assert request.deadline_s
             self.seen["late"] += 1
         except ReportedError as error:
-            if error.reason in ("cancelled", "session_busy"):  # busy: it is being deleted
+            if error.reason in ("cancelled", "session_busy"):  # busy: another client is deleting it
                 self.seen[error.reason] += 1
             elif error.reason in ("input_too_long", "session_ended"):
                 self._retire(name)
@@ -137,7 +137,7 @@ class MixedLoad:
                 raise
 
     async def _finish(self, client: InferenceClient, request: pb.SubmitTurnRequest) -> None:
-        """Run a turn to its end, unless it is cancelled by others."""
+        """Run a turn to its end, unless another client cancels it."""
         result = await client.submit(request)
         self.seen[result.finished.finish_reason] += 1
         if result.finished.finish_reason == "cancelled":
@@ -154,7 +154,7 @@ class MixedLoad:
         request: pb.SubmitTurnRequest,
         then: Callable[[InferenceClient, str], Awaitable[bool]],
     ) -> None:
-        """Follow a turn for some of its events, then do something to it."""
+        """Follow a turn for some of its events, then interrupt it."""
         num_left = self._random.choice((1, 1, 2, 2, 3, 8, 20))
         async with aclosing(client.stream_turn(request)) as events:
             async for event in events:
@@ -170,32 +170,33 @@ class MixedLoad:
         return True
 
     async def _cancel(self, client: InferenceClient, session_id: str) -> bool:
-        """Cancel what the session has, also other clients' turns; the stream goes on to its end."""
-        with suppress(NotFoundError):  # it is over
+        """Cancel the session's turns, those of other clients too; follow the stream to its end."""
+        with suppress(NotFoundError):  # the turn has ended already
             self.seen["asked_to_stop"] += await client.cancel(session_id)
         return False
 
     async def _fork(self, client: InferenceClient) -> None:
-        """Fork a session somewhere in its life; the fork has a turn or two of its own."""
+        """Fork a session at a random turn; the fork gets a turn or two of its own."""
         if not self._begun:
             return
         name, fork = self._random.choice(sorted(self._begun)), f"fork{self._num_begun}"
         with suppress(NotFoundError):
             turns = (await client.get_session(self._pair.name(name))).turns
-            at_turn = self._random.randint(1, turns)  # an empty transcript is not found
+            # a session with an empty transcript is not found
+            at_turn = self._random.randint(1, turns)
             await client.fork_session(self._pair.name(name), at_turn, self._pair.name(fork))
             self.seen["forks"] += 1
             for _ in range(self._random.randint(1, 2)):
                 await self._turn(client, fork)
 
     async def _delete(self, client: InferenceClient) -> None:
-        """Delete a session, unless a turn of it is under way; it may well begin anew."""
+        """Delete a session unless it has a running turn; it may begin again later."""
         with suppress(NotFoundError, ConflictError):
             await client.delete_session(self._pair.name(self._some_session()))
             self.seen["deleted"] += 1
 
     async def _kill_kvd(self, num_kills: int, num_turns: int) -> None:
-        """SIGKILL in the middle of everything, after so many turns each, and a new one instead."""
+        """Kill kvd after every so many turns, and start a new one."""
         for _ in range(num_kills):
             self._begins = asyncio.Semaphore(0)
             for _ in range(num_turns):
@@ -206,14 +207,14 @@ class MixedLoad:
             await self._pair.until_kvd_is("attached")
             self.seen["kills"] += 1
 
-    # ----------------------------------------------------------------------------- what to say
+    # ----------------------------------------------------------------------------- requests
 
     def _some_session(self) -> str:
         number = self._random.randrange(NUM_SESSIONS)
         return f"s{number}.{self._generation[number]}"
 
     def _retire(self, name: str) -> None:
-        """It is full, or has ended; whoever sees it first opens the next session."""
+        """Replace a session that is full or has ended; the first client that sees it does so."""
         if name.startswith("s"):
             number, generation = map(int, name[1:].split("."))
             self._generation[number] = max(self._generation[number], generation + 1)
@@ -240,11 +241,11 @@ class MixedLoad:
         return [self._random.randrange(4, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def _judged(records: Sequence[pb.TurnRecord]) -> list[tuple[list[int], list[int]]]:
-    """Turns for the oracle; an answer that a stop string cut is taken as given.
+def _judged_turns(records: Sequence[pb.TurnRecord]) -> list[tuple[list[int], list[int]]]:
+    """Return the turns for the oracle; take an answer that a stop string cut as given.
 
-    What is left of the token that the string begins in is encoded anew, as any number of tokens
-    that nobody has sampled.
+    The rest of the token in which the stop string begins is encoded again, as any number of tokens
+    that were never sampled.
     """
     turns = []
     for record in records:
@@ -257,7 +258,7 @@ def _judged(records: Sequence[pb.TurnRecord]) -> list[tuple[list[int], list[int]
 async def play(
     pair: Pair, oracle: Oracle, seed: int, num_turns: int, aims: Sequence[str], num_kills: int = 0
 ) -> Counter[str]:
-    """Play a scene to its end, judge all of it, and return what happened."""
+    """Play a scene to its end, judge every session, and return the counts."""
     load = MixedLoad(pair, seed)
     await load.play(num_turns, aims, num_kills)
     await until_settled(pair)
@@ -265,7 +266,7 @@ async def play(
     counts = await load.counts()
     assert not wrong, (wrong, counts)
     assert counts["judged_tokens"] > num_turns
-    # A load that fails under way costs the step of its batch, and the one of its turn alone.
+    # A load that fails midway may fail the step of its batch, and then its own turn's.
     assert counts["steps_failed"] <= 2 * counts["load_failed_late"], counts
     if not num_kills:
         assert not counts["load_errors"] + counts["save_errors"], counts

@@ -1,4 +1,4 @@
-"""The real pair with little of everything: settings of a scene, and what is left at its end."""
+"""The real pair with little memory: the settings of a scene, and a check of its end."""
 
 import json
 import shutil
@@ -18,23 +18,23 @@ SCHEDULER = {
     "max_loading": 2,
     "step_tokens": 64,
     "mixed_step_tokens": 16,
-    "kv_tokens": 1500,  # so a turn has room for 1,200, and two long ones fill all
+    "kv_tokens": 1500,  # so a turn has room for 1,200 tokens, and two long ones fill all of it
     "answer_tokens": 4,
 }
-OVERFLOW = {"policy": "reject"}  # sessions begin anew instead: the oracle recomputes whole ones
+OVERFLOW = {"policy": "reject"}  # sessions start over instead: the oracle recomputes whole ones
 CACHE = {"residents": False, "load_policy": "always", "save_group_tokens": 128}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the two processes are run in a scene.
+    """How both processes are configured in a scene.
 
     Attributes:
-        cache, scheduler: keys of the service's sections that are not as above.
-        num_slots: blocks that kvd's DRAM holds, which does not survive kvd.
-        num_extents: blocks that its SSD holds.
-        delay_s: what reading or writing one of them takes longer than it would.
-        num_kills: of kvd, spread over the scene.
+        cache, scheduler: settings that differ from those above.
+        num_slots: blocks that fit into kvd's DRAM, which is lost with the process.
+        num_extents: blocks that fit on its SSD.
+        delay_s: added to the time of reading or writing one of them.
+        num_kills: how often kvd is killed in the scene.
     """
 
     cache: dict[str, str | int | bool] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Setting:
     num_kills: int = 0
 
     def write(self, path: Path) -> list[str]:
-        """Write the service's settings; returns flags, which go before those of the tests."""
+        """Write the service's settings; return flags, which go before those of the tests."""
         cache = CACHE | self.cache
         path.write_text(
             _section("scheduler", SCHEDULER | self.scheduler)
@@ -87,17 +87,16 @@ async def mixed_pair(model_dir: Path, setting: Setting) -> AsyncIterator[Pair]:
 
 
 async def until_settled(pair: Pair) -> None:
-    """Return when nothing is reserved, saved or leased any more.
+    """Return when no memory is reserved, being saved or leased any more.
 
-    Raises:
-        AssertionError: something is left for good.
+    Raises: AssertionError: something stays in use for good.
     """
     left: dict[str, float] = {}
 
     async def is_settled() -> bool:
         async with pair.service.client() as client:
             model = await client.get_model()
-        gauges, tail_rows = model.gauges, model.block_tokens - 1  # of each resident
+        gauges, tail_rows = model.gauges, model.block_tokens - 1  # rows of each resident
         used_rows = gauges["pool_token_slots"] - gauges["pool_free_token_slots"]
         kept_rows = gauges["resident_token_slots"] - gauges["shared_token_slots"]
         kept_rows += gauges["resident_sessions"] * tail_rows
@@ -114,6 +113,6 @@ async def until_settled(pair: Pair) -> None:
 
 
 def _errors(log_path: Path) -> list[str]:
-    """Lines of the service's log that ask for somebody's attention."""
+    """Return the lines of the service's log that need somebody's attention."""
     lines = log_path.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if '"level": "error"' in line or "Traceback" in line]

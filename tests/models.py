@@ -1,4 +1,4 @@
-"""A tiny model for tests: random weights, a BPE tokenizer, a chat template; always the same."""
+"""Tiny models for tests: random weights, a BPE tokenizer, a chat template; always the same."""
 
 import json
 import shutil
@@ -68,11 +68,11 @@ def build_model(directory: Path, seed: int = SEED) -> Path:
 
 
 def build_sink_model(directory: Path) -> Path:
-    """Write a model that leans on the first token of a context, as real ones do.
+    """Write a model with an attention sink, as real ones have.
 
-    That token is a begin token, by which its tokenizer opens every text. All queries find its key,
-    whose value is nothing: nine tenths of each head's attention rest there. Without it they go to
-    the other tokens, and the answers change.
+    The sink is the begin token, which its tokenizer puts before every text. All queries match its
+    key, whose value is zero: nine tenths of each head's attention rest there. Without it that
+    attention goes to the other tokens, and the answers change.
     """
     build_model(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -91,11 +91,11 @@ def build_sink_model(directory: Path) -> Path:
 
 
 def _lean_on(model: LlamaForCausalLM, token_id: int) -> None:
-    """Have all heads attend to one token.
+    """Make all heads attend to one token.
 
-    Element 0 of the hidden state is the same for all tokens, element 1 says which is the one;
-    nothing writes to them. Queries read the former and keys the latter into the element of a head
-    that RoPE turns least.
+    Element 0 of the hidden state is the same for all tokens, element 1 marks that token; no layer
+    writes to them. Queries read the former and keys the latter into the element of a head that RoPE
+    turns least.
     """
     embedding = model.model.embed_tokens.weight
     embedding[:, 0], embedding[:, 1] = 2.0, 0.0
@@ -168,7 +168,7 @@ def build_compressing_model(directory: Path) -> Path:
         hidden_size=64,
         num_hidden_layers=4,
         layer_types=[sliding, sparse, heavy, sparse],
-        compress_rates={sparse: 2, heavy: 9},  # of 136 values of a token: 128 tokens per block
+        compress_rates={sparse: 2, heavy: 9},  # of 136 values per token: 128 tokens per block
         sliding_window=24,
         num_attention_heads=4,
         head_dim=64,
@@ -189,7 +189,7 @@ ALL_WINDOWED = ("sliding_attention",) * 6
 
 
 def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WINDOWED) -> Path:
-    """Write a model of whose six layers some attend to the last ATTENTION_WINDOW tokens only."""
+    """Write a model of six layers, some of which attend to the last ATTENTION_WINDOW tokens."""
     return _write(
         directory,
         Qwen2ForCausalLM,
@@ -207,9 +207,9 @@ def build_windowed_model(directory: Path, layer_types: Sequence[str] = SOME_WIND
 
 
 def build_shapes_model(directory: Path) -> Path:
-    """Write a model whose one layer that attends to all has rows twice as long as the others.
+    """Write a model with one layer of full attention, whose rows are twice as long as the others'.
 
-    Those are four, with a window: a third of its KV is of all tokens.
+    The four others have a window: a third of the model's KV is of full attention.
     """
     return _write(
         directory,
@@ -225,12 +225,12 @@ def build_shapes_model(directory: Path) -> Path:
         num_key_value_heads=2,
         head_dim=32,  # 512 bytes of KV per token and layer: 128 tokens per block
         global_head_dim=64,
-        final_logit_softcapping=None,  # large logits would all be the same
+        final_logit_softcapping=None,  # so that they differ: large logits would all be the same
     )
 
 
 def build_chunked_model(directory: Path) -> Path:
-    """Write a model of whose six layers four attend to chunks of ATTENTION_WINDOW tokens."""
+    """Write a model of six layers, four of which attend to chunks of ATTENTION_WINDOW tokens."""
     return _write(
         directory,
         Llama4ForCausalLM,
@@ -256,7 +256,7 @@ def _write(
     seed: int = SEED,
     **sizes: Any,
 ) -> Path:
-    """Write a model of these sizes, and the tokenizer that all have."""
+    """Write a model of these sizes, with the tokenizer that all of them share."""
     tokenizer = _train_tokenizer()
     tokenizer.save_pretrained(directory)
     torch.manual_seed(seed)
@@ -274,7 +274,7 @@ def _write(
 
 
 def build_embedding_model(model_dir: Path, directory: Path, mode: str = "lasttoken") -> Path:
-    """Copy a model and have it make embeddings, as sentence-transformers writes it.
+    """Copy a model and make it an embedding model, in the format of sentence-transformers.
 
     Its tokenizer closes every text with the end-of-turn token.
     """

@@ -1,6 +1,6 @@
-"""A session that another server has pushed, a real kvd that pulls it, and a store with a gate.
+"""A session that another server has pushed, a real kvd that pulls it, and a paced store.
 
-The store is one in memory. Chunks are small, so that a session of some hundred tokens has several.
+The store is in memory. Chunks are small, so that a session of some hundred tokens has several.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.processes import KvdProcess, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 
 CHUNK_TOKENS = 64
-CHUNK_BYTES = CHUNK_TOKENS * 256  # of the small layout
+CHUNK_BYTES = CHUNK_TOKENS * 256  # bytes of the small layout
 NUM_CHUNKS = 6
 TOKENS = tuple(range(100, 100 + NUM_CHUNKS * CHUNK_TOKENS))
 KEY = key_of("s")
@@ -38,11 +38,11 @@ ALL = 1 << 30
 
 
 class Paced(View):
-    """Gives out so many chunks of a session, in its order; who asks for others waits.
+    """Gives out a limited number of a session's chunks, in order; readers of others wait.
 
     Attributes:
-        chunks: names of the session's, in order.
-        fetched: names of all objects that were asked for.
+        chunks: names of the session's chunks, in order.
+        fetched: names of all objects that were requested.
     """
 
     def __init__(self, store: FaultyStore) -> None:
@@ -73,9 +73,9 @@ class Place:
 
     Attributes:
         kvd, engine, client: of the server that pulls.
-        blobs: what the store has.
-        store: the server's way to it.
-        transfers: its follower's.
+        blobs: the store's objects.
+        store: the paced view of it that the server uses.
+        transfers: those of the server's follower.
     """
 
     kvd: KvdProcess
@@ -96,13 +96,14 @@ class Place:
         return found.manifest
 
     async def pushed_elsewhere(self, tokens: Sequence[int] = TOKENS) -> None:
-        """Have the session in the store, of another server, and nothing of it here."""
+        """Have another server push the session; this server has none of it."""
         await self.engine.store(KEY, tokens)
         await asyncio.to_thread(self._push)
         await self.flush()
         self.store.chunks = [chunk.name for chunk in self.manifest.chunks]
 
     def _push(self) -> None:
+        """Make the other server the owner, as if the session had continued there since then."""
         view = View(self.blobs, is_calm=True)
         info = self.client.describe(key_message(KEY)).info
         pusher = Pusher(view, self.client, ELSEWHERE, SharedPace(), chunk_bytes=CHUNK_BYTES)
@@ -119,7 +120,7 @@ class Place:
         catalog.replace(found.place, found, manifest)
 
     async def restart(self) -> None:
-        """Stop kvd, and start it again; everything is on SSD then."""
+        """Stop kvd, and start it again; everything is on SSD afterwards."""
         await all_clean(self.kvd)
         await self.kvd.stop()
         await self.kvd.start()
@@ -139,7 +140,7 @@ class Place:
 
     @asynccontextmanager
     async def pulling(self, num_chunks: int) -> "AsyncIterator[asyncio.Task[object]]":
-        """Have the session pulled, of which so many chunks have come; then all may come."""
+        """Pull the session: stop after so many chunks for the test, then let all of them come."""
         self.store.allow(num_chunks)
         task = asyncio.create_task(self.pull())
         try:
@@ -150,7 +151,7 @@ class Place:
             await asyncio.wait([task])
 
     async def here(self) -> tuple[int, str] | None:
-        """How much kvd has of the session, and why not more."""
+        """Return how many of the session's tokens kvd has, and the miss reason of the rest."""
         for info in await sessions_of(self.kvd):
             if info.session.session_id == KEY.session_id:
                 return info.num_tokens, info.lost
@@ -164,7 +165,7 @@ class Place:
         await eventually(num_here, num_tokens)
 
     def damage(self, chunk: int) -> None:
-        """Flip a bit of a chunk; once more, and it is as before."""
+        """Flip a bit of a chunk; a second call repairs it."""
         name = next(n for n in self.blobs.blobs if n.endswith(self.store.chunks[chunk]))
         data, stored_s = self.blobs.blobs[name]
         changed = bytearray(data)
@@ -172,7 +173,7 @@ class Place:
         self.blobs.blobs[name] = (bytes(changed), stored_s)
 
     async def exported(self) -> bytes:
-        """The session as kvd has it: what its chunks hold."""
+        """Return the chunks that kvd would export of the session."""
 
         def chunks() -> bytes:
             request = pb.ExportSessionRequest(session=key_message(KEY), chunk_bytes=CHUNK_BYTES)
@@ -183,7 +184,7 @@ class Place:
 
 
 async def refusal(task: "asyncio.Task[object]") -> str:
-    """The reason that a pull fails for."""
+    """Return the reason for which a pull fails."""
     try:
         await task
     except ReportedError as error:
@@ -195,7 +196,7 @@ async def refusal(task: "asyncio.Task[object]") -> str:
 async def moved_session(
     directory: Path, keep: str = "file", **environ: str
 ) -> AsyncIterator[Place]:
-    """A session of TOKENS in a store, and a kvd that has nothing of it; `keep`: its dram.keep."""
+    """Yield a session of TOKENS in a store, and a kvd without it; `keep` is its dram.keep."""
     settings = {"KVD_REMOTE__PULL": "true", "KVD_REMOTE__URL": "file:///nowhere", **environ}
     sizes = ("--dram", "4MB", "--ssd", "8MB")
     async with (

@@ -1,7 +1,7 @@
-"""The judge of token identity: the stock model, run the plain way on a session's whole transcript.
+"""The judge of token identity: the stock model, run without reuse on a session's whole transcript.
 
-One teacher-forced forward over all tokens of a session gives, at each position, what greedy
-recomputation would say next. An output token must be that token, or the difference must fall where
+One teacher-forced forward over all tokens of a session gives, at each position, the token
+of greedy recomputation. An output token must be that token, or the difference must fall where
 the two best logits are a tie within fp32 noise (gap < 1e-4), and ties must be rare.
 """
 
@@ -19,7 +19,7 @@ TIE_GAP = 1e-4
 
 @dataclass(frozen=True)
 class Verdict:
-    """Output tokens judged, those that differ at a tie, positions of those that differ for real."""
+    """Output tokens judged, those that differ at a tie, positions of those that really differ."""
 
     num_tokens: int
     num_ties: int
@@ -27,7 +27,7 @@ class Verdict:
 
     @property
     def is_identical(self) -> bool:
-        """No difference but for ties, and at most one tie."""
+        """Return whether no token differs but at ties, and at most one does there."""
         return not self.differing and self.num_ties <= 1
 
 
@@ -43,7 +43,7 @@ class Oracle:
     def judge(self, turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Verdict:
         """Judge a session given as (input ids, output ids) of each turn in order."""
         token_ids: list[int] = []
-        outputs: list[int] = []  # positions of output tokens
+        outputs: list[int] = []  # positions of the output tokens
         for input_ids, output_ids in turns:
             token_ids += input_ids
             outputs += range(len(token_ids), len(token_ids) + len(output_ids))
@@ -51,10 +51,10 @@ class Oracle:
         return self._verdict([(token_ids, position) for position in outputs])
 
     def judge_coupled(self, session: pb.Session) -> Verdict:
-        """Judge a session read with its turns, where a discard voids all that follows it.
+        """Judge a session whose discards void all KV behind them.
 
-        Each token of an answer is to be what the model says next on what the context is then:
-        between two discards it only grows, and is run once.
+        Each token of an answer must be the model's next token for the context at that time.
+        Between two discards the context only grows, and is run once.
         """
         context: list[int] = []
         said: list[tuple[list[int], int]] = []
@@ -73,7 +73,7 @@ class Oracle:
 
     @torch.no_grad()
     def _verdict(self, said: Sequence[tuple[list[int], int]]) -> Verdict:
-        """Judge tokens, each at a position of a context that has it; equal ones are run once."""
+        """Judge tokens, each at a position of its context; run equal contexts once."""
         outputs = [position for _, position in said]
         num_ties, differing = 0, []
         logits, seen = torch.empty(0), None

@@ -1,8 +1,8 @@
-"""A device that is not the CPU, on any machine: its tensors lie in CPU memory and deny it.
+"""A second device on any machine: its tensors lie in CPU memory, but report another device.
 
 Inside `other_device()` tensors may be made on `OTHER`, and torch's own rule is enforced for them:
-what is computed together lies on one device (a tensor without dimensions may be the CPU's, copies
-and `to` cross over). It shows which tables are forgotten on the CPU, as a GPU would.
+operands must lie on one device (a tensor without dimensions may be the CPU's, copies
+and `to` cross over). Like a GPU, it reveals tables that were left on the CPU.
 """
 
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-OTHER = torch.device("meta")  # torch lets anybody make tensors of it, and never computes with them
+# torch lets anybody make tensors of this device, and never computes with them
+OTHER = torch.device("meta")
 CPU = torch.device("cpu")
 CROSSING = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
@@ -39,7 +40,7 @@ class OtherTensor(torch.Tensor):
 
 
 class _Literals(TorchFunctionMode):
-    """Literals in and out: torch knows that `OTHER` has no values, and no subclass a list."""
+    """Converts literals: torch knows no values of `OTHER`, and makes no subclass from a list."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -57,7 +58,7 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def other_device():
-    """Let tensors be made on `OTHER`."""
+    """Allow tensors on `OTHER` inside the block."""
     with _Literals(), _Mode():
         yield OTHER
 
@@ -79,12 +80,12 @@ def _run(func, args, kwargs):
     results = func(*inner_args, **inner_kwargs)
     if not is_other:
         return results
-    # In place or into `out`: what comes back is what was handed in.
+    # In place or into `out`: return the tensor that was passed in.
     return tree_map_only(
         torch.Tensor, lambda t: wrapped[id(t)] if id(t) in wrapped else OtherTensor(t), results
     )
 
 
 def to_cpu(tensor):
-    """Values of a tensor of either device."""
+    """Return the values of a tensor of either device."""
     return tensor.inner if isinstance(tensor, OtherTensor) else tensor

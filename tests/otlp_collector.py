@@ -24,10 +24,10 @@ class CollectedSpan:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent.
+    """Keeps the spans that it receives.
 
     Attributes:
-        spans: in the order in which they came.
+        spans: in order of arrival.
         endpoint: for `tracing.endpoint`.
     """
 
@@ -44,13 +44,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def of_trace(self, trace_id: str) -> list[CollectedSpan]:
-        """Spans of one trace."""
+        """Return the spans of one trace."""
         return [span for span in self.spans if span.trace_id == trace_id]
 
 
 @asynccontextmanager
 async def running_collector() -> AsyncIterator[Collector]:
-    """A collector at a port of its own."""
+    """Run a collector at a free port."""
     collector, server = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A model whose sequences are on pages, a write ring beside them, and decode steps over both."""
+"""A model whose sequences lie on pages, a write ring beside them, and decode steps over both."""
 
 import torch
 
@@ -17,7 +17,7 @@ NUM_PAGES, PAGE_TOKENS, WRITE_SLOTS = 120, 4, 400
 
 
 class PagedSteps:
-    """See the module docstring; pages are dealt out in an order of no meaning."""
+    """See the module docstring; pages are assigned in a shuffled order."""
 
     def __init__(
         self, loaded, calibration, kernel=attend_pages, num_pages=NUM_PAGES, write_slots=WRITE_SLOTS
@@ -33,20 +33,20 @@ class PagedSteps:
         self._pages = torch.randperm(num_pages, generator=chance).tolist()
 
     def memory(self, most_rows, window_tokens=192):
-        """What graphs are chosen for."""
+        """Return the memory for which graphs are chosen."""
         return StepMemory(self.pool, self.ring, most_rows, window_tokens)
 
     def step(self, shapes):
-        """Decode steps of these shapes."""
+        """Return decode steps of these shapes."""
         return DecodeStep(*self.model, self.attention, (self.pool, self.ring), shapes)
 
     def replaying(self, capture, shapes):
-        """A runner that replays steps of these shapes, the largest first."""
+        """Return a runner that replays steps of these shapes, the largest first."""
         graphs = DecodeGraphs(self.step(shapes), capture, shapes, len(self.model[1].layers))
         return ModelRunner(*self.model, self.attention, graphs)
 
     def sequence(self, token_ids, capacity, *, is_stored=True):
-        """A sequence with these tokens, and its write buffer."""
+        """Return a sequence with these tokens, and its write buffer."""
         kv = self.pool.new_kv(capacity, [self._pages.pop() for _ in range(-(-capacity // 4))])
         buffer = self.ring.lend(0, 0) if is_stored else None
         if buffer is not None:
@@ -55,14 +55,14 @@ class PagedSteps:
         return kv, buffer
 
     def everything(self):
-        """Views of all layers' slots: of working KV, and of the write ring."""
+        """Return views of all layers' slots: of working KV, and of the write ring."""
         kv, buffer = self.pool.spare_kv(), self.ring.spare_buffer()
         on_pages = (*kv.keys.slots.layers, *kv.values.slots.layers)
         return on_pages, (*buffer.keys.layers, *buffer.values.layers)
 
 
-def decoded(runner, sequences, token_ids, clock=None):
-    """Compute one new token of each; returns the logits."""
+def decode_each(runner, sequences, token_ids, clock=None):
+    """Compute one new token of each sequence; return the logits."""
     chunks = [
         Chunk(kv, [token_id], True, buffer)
         for (kv, buffer), token_id in zip(sequences, token_ids, strict=True)
@@ -70,8 +70,8 @@ def decoded(runner, sequences, token_ids, clock=None):
     return runner.step(chunks, clock)
 
 
-def kept(sequences):
-    """What is left of sequences in working KV and in write buffers, layer by layer."""
+def kept_contents(sequences):
+    """Return the contents of working KV and write buffers of sequences, layer by layer."""
     found = []
     for kv, buffer in sequences:
         for tokens in (kv.keys, kv.values):

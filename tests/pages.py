@@ -1,4 +1,4 @@
-"""Random KV of some sequences on pages that lie anywhere, and what plain attention makes of it."""
+"""Random KV of some sequences on scattered pages, and the result of plain attention over it."""
 
 import torch
 
@@ -42,7 +42,7 @@ def placed_step(parts, page_tokens, device):
 
 
 class Pages:
-    """Random KV of some parts on pages that lie anywhere, and a query."""
+    """Random KV of some parts on scattered pages, and a query."""
 
     def __init__(self, parts, shape, page_tokens, dtype, device="cpu"):
         torch.manual_seed(3)
@@ -54,7 +54,7 @@ class Pages:
         self.page_tokens = page_tokens
         self.tables = [[free.pop() for _ in range(count)] for count in counts]
         num_slots = (sum(counts) + 3) * page_tokens
-        # What nobody sees is not a number: reading it would show.
+        # What no query sees is NaN: reading it would show.
         self.keys = torch.full((num_slots, kv_heads, dim), float("nan"), dtype=dtype)
         self.values = torch.full((num_slots, kv_heads, value_dim), float("nan"), dtype=dtype)
         for part in range(len(parts)):
@@ -65,17 +65,17 @@ class Pages:
         self.query = torch.randn(heads, num_tokens, dim).to(dtype).transpose(0, 1)
 
     def slots(self, part):
-        """The slots of a part's tokens."""
+        """Return the slots of a part's tokens."""
         firsts = torch.tensor(self.tables[part]) * self.page_tokens
         slots = firsts[:, None] + torch.arange(self.page_tokens)
         return slots.flatten()[: self.parts[part][1]]
 
     def queries(self, part):
-        """The query of a part alone."""
+        """Return the query of one part."""
         return self.query.split([size for size, _ in self.parts])[part]
 
     def attended(self, call, parts=None):
-        """What the kernel answers for some parts beside each other."""
+        """Return the kernel's result for some parts in one call."""
         parts = range(len(self.parts)) if parts is None else parts
         tables = [torch.tensor(self.tables[part], dtype=torch.int32) for part in parts]
         of_parts = [(table, *self.parts[part]) for table, part in zip(tables, parts, strict=True)]
@@ -93,6 +93,6 @@ class Pages:
         return attend_pages(query, keys, values, step, call).cpu()
 
     def expected(self, part, call):
-        """What plain attention answers for a part."""
+        """Return the result of plain attention for one part."""
         slots = self.slots(part)
         return plain(self.queries(part), self.keys[slots], self.values[slots], call)

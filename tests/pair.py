@@ -1,4 +1,4 @@
-"""The real pair, kvd and the service, with what identity tests ask of it."""
+"""The real pair, kvd and the service, with the questions that identity tests ask of it."""
 
 import asyncio
 import random
@@ -19,21 +19,21 @@ from tests.oracle import Oracle, Verdict
 from tests.processes import KvdProcess
 
 SETTLE_S = 60.0
-VOCAB_SIZE = 256  # every tiny model has at least so many ordinary tokens
+VOCAB_SIZE = 256  # every tiny model has at least this many ordinary tokens
 BLOCK_TOKENS = 128
-SLOT_BYTES = 3 * 64 * 1024  # of the tiny model: 3 layers
+SLOT_BYTES = 3 * 64 * 1024  # bytes per token of the tiny model: 3 layers
 
 
 class Pair:
     """One service, and one kvd after another beside it.
 
-    Every `with_kvd` begins with an empty kvd and with session names nobody has used.
+    Every `with_kvd` begins with an empty kvd and with new session names.
     """
 
     def __init__(self, model_dir: Path, directory: Path, *flags: str) -> None:
         self._kvd_dir = directory / "kvd"
         self._scene = 0
-        self._stored: dict[str, int] = {}  # tokens kvd is to have of each session
+        self._stored: dict[str, int] = {}  # tokens that kvd must have of each session
         self._random = random.Random(11)  # noqa: S311  # test data
         self.kvd = KvdProcess(self._kvd_dir)
         (directory / "svc").mkdir()
@@ -47,8 +47,8 @@ class Pair:
 
         Args:
             keep: "file": its DRAM survives its restarts.
-            reads_ahead: False: what is on SSD when a turn comes is there when it is loaded, too,
-                however long the turn waits.
+            reads_ahead: False: blocks that are on SSD when a turn arrives are still there when
+                it loads them, however long it waits.
         """
         self._scene += 1
         self._stored.clear()
@@ -81,7 +81,7 @@ class Pair:
         return await self.submit(request)
 
     async def submit(self, request: inference_pb2.SubmitTurnRequest) -> TurnResult:
-        """Run a turn and note what kvd is to hold after it."""
+        """Run a turn and note how many tokens kvd must hold after it."""
         async with self.service.client() as client:
             result = await client.submit(request)
             usage = result.usage  # the last token of an answer has no KV yet
@@ -100,33 +100,33 @@ class Pair:
         )
 
     async def session(self, session_id: str) -> inference_pb2.Session:
-        """A session of this scene, with its turns."""
+        """Return a session of this scene, with its turns."""
         async with self.service.client() as client:
             return await client.get_session(self.name(session_id), with_turns=True)
 
     async def stats(self) -> kvd_pb2.LayoutStats:
-        """Of kvd's one layout."""
+        """Return the statistics of kvd's only layout."""
         (layout,) = (await self._read("GetStats", kvd_pb2.GetStatsRequest())).layouts
         return layout
 
     async def counters(self) -> dict[str, int]:
-        """Of the service."""
+        """Return the service's counters."""
         async with self.service.client() as client:
             return dict((await client.get_model()).counters)
 
     async def stored_sessions(self) -> dict[str, int]:
-        """What kvd has: tokens by session."""
+        """Return kvd's sessions: tokens by name."""
         page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
         return {info.session.session_id: info.num_tokens for info in page.sessions}
 
     async def stored(self, session_id: str) -> kvd_pb2.SessionInfo:
-        """What kvd says of a session; an empty answer if it has none of that name."""
+        """Describe a session as kvd has it; the answer is empty if kvd has none of that name."""
         page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
         found = [i for i in page.sessions if i.session.session_id == self.name(session_id)]
         return found[0] if found else kvd_pb2.SessionInfo()
 
     async def until_saved(self) -> None:
-        """Return when kvd has what the scene's turns computed, and all of it on SSD."""
+        """Return when kvd has the KV of all turns of the scene, and all of it on SSD."""
 
         async def is_saved() -> bool:
             stored = await self.stored_sessions()
@@ -135,7 +135,7 @@ class Pair:
         await until(is_saved)
 
     async def until_kvd_is_idle(self) -> None:
-        """Return when nobody holds a lease: none is ever left behind."""
+        """Return when no lease is held."""
 
         async def is_idle() -> bool:
             return not (await self.stats()).leases
@@ -158,10 +158,10 @@ class Pair:
 
 
 def resident_pair(model_dir: Path, directory: Path, *settings: str) -> Pair:
-    """A service whose sessions stay in memory, which is too small for four of them.
+    """Run a service whose sessions stay in memory, which is too small for four of them.
 
     Args:
-        settings: more lines of its scheduler's.
+        settings: additional lines of its scheduler section.
     """
     lines, path = ["[scheduler]", "kv_tokens = 2400", *settings], directory / "settings.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -169,7 +169,7 @@ def resident_pair(model_dir: Path, directory: Path, *settings: str) -> Pair:
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again until it is so."""
+    """Poll until the condition holds."""
     async with asyncio.timeout(SETTLE_S):
         while not await is_so():
             await pause()

@@ -17,7 +17,7 @@ from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
-# What kvd imports on its way: see tests/warm_python.py.
+# What kvd imports at start: see tests/warm_python.py.
 KVD = WarmPython(
     "kvd.cli.main",
     "kvd.cli.serve",
@@ -30,13 +30,13 @@ KVD = WarmPython(
 
 
 class KvdProcess:
-    """`kvd serve` in a directory of its own; the same directory is used at every start.
+    """`kvd serve` in its own directory, which it keeps over restarts.
 
     Args:
-        directory: short enough for socket paths; a tmp_path is.
-        flags: more options of `kvd serve`.
+        directory: short enough for socket paths, as tmp_path is.
+        flags: additional options of `kvd serve`.
         keep: setting dram.keep: "none" where a restart is to find everything on SSD.
-        environ: more settings.
+        environ: settings in environment variables.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class KvdProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """Return the pid of the running process."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it and return when health says that it serves."""
+        """Start it and return when its health check passes."""
         await self.spawn()
         assert self._process is not None
         exited = asyncio.ensure_future(wait_ended(self._process))
@@ -95,11 +95,11 @@ class KvdProcess:
         return KVD.spawn(module, arguments, self._environment, log)
 
     def _command(self) -> list[str]:
-        """The module to run, and its first arguments."""
+        """Return the module to run, and its first arguments."""
         return ["kvd.cli.main", "serve"]
 
     async def exit_code(self) -> int:
-        """Wait for its end."""
+        """Wait until it ends; return its exit code."""
         assert self._process is not None
         async with asyncio.timeout(EXIT_S):
             return await wait_ended(self._process)
@@ -113,14 +113,14 @@ class KvdProcess:
         await self.signal(signal.SIGKILL)
 
     async def signal(self, number: signal.Signals) -> int:
-        """Send a signal, and wait for the end it causes."""
+        """Send a signal, and wait until the process has ended by it."""
         if self._process is None or self._process.returncode is not None:
             return 0
         self._process.send_signal(number)
         return await self.exit_code()
 
     def log(self) -> str:
-        """What it has written to stderr, over all starts."""
+        """Return the contents of its stderr over all starts."""
         return self.log_path.read_text(encoding="utf-8") if self.log_path.exists() else ""
 
 
@@ -131,7 +131,7 @@ async def running_kvd(
     keep: str = "file",
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[KvdProcess]:
-    """A kvd that serves; it is stopped at the end."""
+    """Run a kvd that serves; stop it at the end."""
     kvd = KvdProcess(directory, flags, keep, environ)
     try:
         await kvd.start()
@@ -143,7 +143,8 @@ async def running_kvd(
 async def run_cli(*arguments: str) -> tuple[int, str, str]:
     """Run a `kvd` command and return its exit code, stdout and stderr.
 
-    The daemon is another process; the command is not, which saves its start-up. One at a time.
+    The daemon is another process; the command runs in this one, which saves its start-up. Only one
+    command may run at a time.
     """
     stdout, stderr = io.StringIO(), io.StringIO()
     with redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as ended:

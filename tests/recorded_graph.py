@@ -1,13 +1,13 @@
-"""A stand-in for CUDA graphs on any machine: records what torch is asked for, and asks it again.
+"""A stand-in for CUDA graphs on any machine: records calls of torch, and repeats them.
 
-A device that captures computes nothing, and what it has captured it computes over the very same
-memory: Python does not run again. So does this: every call of torch is recorded with its tensors,
-and repeated into the tensors that it has answered with the first time. What Python has made of a
-step's numbers is still that step's; a tensor that is made anew for each step is still the first
-one. After a capture the answers are spoilt, as they have not been computed.
+A device that captures computes nothing, and a replay computes over the very same memory: Python
+does not run again. The stand-in does the same: every call of torch is recorded with its tensors,
+and repeated into the tensors that it returned the first time. Numbers that Python computed for the
+captured step stay those of that step; a tensor that Python creates anew for each step stays the
+first one. After a capture the results are overwritten, as a device would not have computed them.
 
-What waits for the device, as reading a number does, is refused as a device refuses it; so is a
-replay over memory that nobody else has any more, and that a device would have given to others.
+Calls that wait for the device, such as reading a number, are refused as a device refuses them; so
+is a replay over memory whose last other owner is gone, which a device would have reused.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
-# Calls whose answer depends on what tensors hold, which a device would have to be asked for.
+# Calls whose result depends on the contents of tensors: a device would have to be waited for.
 WAITING = {
     aten._local_scalar_dense.default,
     aten._unique2.default,
@@ -30,7 +30,7 @@ WAITING = {
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
 }
-# Functions that copy from or to the host, of which nothing shows where that is the device.
+# Functions that copy from or to the host, which cannot be seen where the host is the device.
 HOST = {
     torch.Tensor.cpu,
     torch.Tensor.numpy,
@@ -42,14 +42,14 @@ HOST = {
 
 
 class CaptureError(RuntimeError):
-    """Something was captured that cannot be, or is replayed over what is gone."""
+    """A captured call cannot be captured, or a replay uses memory that is gone."""
 
 
 class RecordedGraphs:
     """Captures as a device does; see `Capture`.
 
     Attributes:
-        num_bytes: of all answers that are kept.
+        num_bytes: of all results that are kept.
         num_captured: how many graphs there are.
         num_replayed: how many times one of them was replayed.
     """
@@ -60,7 +60,7 @@ class RecordedGraphs:
     def __call__(self, run):
         run()
         recording = _Recording()
-        # Models ask, and leave out what cannot be captured.
+        # Models check this, and leave out what cannot be captured.
         capturing = patch("torch.cuda.is_current_stream_capturing", return_value=True)
         with capturing, _OnDevice(), recording:
             run()
@@ -76,7 +76,7 @@ class RecordedGraphs:
 
 
 class _OnDevice(TorchFunctionMode):
-    """Refuses what goes through the host's memory."""
+    """Refuses calls that go through the host's memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in HOST:
@@ -85,23 +85,23 @@ class _OnDevice(TorchFunctionMode):
 
 
 class _Recording(TorchDispatchMode):
-    """What torch was asked for, in order; views are taken once, as they stay where they are."""
+    """The recorded calls of torch, in order; views are taken once, as they stay where they are."""
 
     def __init__(self):
         super().__init__()
         self._calls = []
-        self._others = defaultdict(list)  # by place: tensors of ours over memory that is not
+        self._others = defaultdict(list)  # by address: our tensors over memory of others
         self.answers = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in WAITING or _counts(func, args):
             raise CaptureError(f"operation not permitted when stream is capturing: {func}")
-        with torch._C.DisableTorchFunction():  # what a call does inside is its own business
+        with torch._C.DisableTorchFunction():  # calls inside a call are not recorded
             made = func(*args, **kwargs)
         given = {_place(tensor) for tensor in _tensors((args, kwargs))}
         new = [answer for answer in _tensors(made) if _place(answer) not in given]
-        if new or not func.is_view:  # some of those that are called views copy
+        if new or not func.is_view:  # some of the so-called views copy
             self.answers += new
             own = {_place(answer) for answer in self.answers}
             recorded = args, kwargs, _tensors(made)
@@ -109,10 +109,10 @@ class _Recording(TorchDispatchMode):
         return made
 
     def _kept(self, value, own):
-        """Keep no tensor alive that others have, but one of ours over the same memory."""
+        """Keep no tensor of others alive, but our own tensor over the same memory."""
         if not _has_place(value) or _place(value) in own:
             return value
-        if not value.dim():  # a number, which a device is handed as such
+        if not value.dim():  # a number is passed by value
             return value
         alias = value.detach()
         self._others[_place(value)].append(alias)
@@ -120,7 +120,7 @@ class _Recording(TorchDispatchMode):
 
     @torch.inference_mode()
     def spoil(self):
-        """Have no answer be what was computed while this was recorded."""
+        """Overwrite every result that was computed while this was recorded."""
         for answer in self.answers:
             answer.fill_(float("nan") if answer.is_floating_point() else 1)
 
@@ -146,12 +146,12 @@ def _tensors(value):
 
 
 def _counts(func, args):
-    """Whether a call takes as many elements as a mask has."""
+    """Return whether a call takes as many elements as a mask has."""
     return func is aten.index.Tensor and any(
         index is not None and index.dtype is torch.bool for index in args[1]
     )
 
 
 def _has_place(value):
-    """Whether it is a tensor, and not one that a kernel has put in an order of its own."""
+    """Return whether the value is a tensor that a kernel has not laid out in its own order."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -1,4 +1,4 @@
-"""A server as remote stores see it: a source and a sink of sessions, in memory."""
+"""A server as remote stores see it: sessions in memory that can be exported and imported."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,18 +14,18 @@ from shared.types.lineage import WHOLE
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout(1)
-STEP = LAYOUT.block_tokens  # a chunk for each block
-State = tuple[int, ...]  # the tokens of a session
+STEP = LAYOUT.block_tokens  # one chunk per block
+State = tuple[int, ...]  # tokens per session
 
 
 class Server:
     """A kvd's sessions.
 
     Attributes:
-        sessions: what it has of each.
-        on_export: called when one begins to be exported.
-        lost: why ends of sessions are lost.
-        answers: of whoever fetches: session, and whether it comes.
+        sessions: its tokens of each.
+        on_export: called when an export begins.
+        lost: for each session, why its end is lost.
+        answers: those of fetches: the session, and whether it comes.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Rotary embeddings of every kind that is met: functions of keys [..., DIM] and positions."""
+"""Rotary embeddings of every known kind: functions of keys [..., DIM] and positions."""
 
 import torch
 
@@ -23,7 +23,7 @@ def interleaved(keys, positions):
 
 
 def permuting(keys, positions):
-    """Interleaved in, halves out."""
+    """Take interleaved pairs, return halves."""
     return halves(torch.cat((keys[..., ::2], keys[..., 1::2]), dim=-1), positions)
 
 
@@ -38,7 +38,7 @@ def partial(keys, positions):
 
 
 def scaled(keys, positions):
-    """Cosines and sines larger than 1, as yarn and longrope make them."""
+    """Use cosines and sines larger than 1, as yarn and longrope do."""
     return halves(keys, positions) * 1.25
 
 
@@ -58,5 +58,5 @@ SCATTERED = torch.randperm(DIM, generator=torch.Generator().manual_seed(5))
 
 
 def scattered(keys, positions):
-    """Pairs without any order, as no model has them."""
+    """Rotate pairs in an arbitrary order, as no real model does."""
     return halves(keys[..., SCATTERED], positions)

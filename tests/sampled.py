@@ -16,15 +16,15 @@ SHARE = 5  # of the examples, one of so many is tried by `make test`
 
 
 def sampled(items: Sequence[str], count: int, seed: int, always: Collection[str] = ()) -> list[Any]:
-    """Make the items parameters of a test, all but a sample of them marked `long`.
+    """Return the items as a test's parameters, all but a sample of them marked `long`.
 
     Args:
         items: names, each of which becomes a test's argument and its id; in an order that is the
             same in every process.
-        count: how many are not long, `always` included.
-        seed: another seed is another sample.
-        always: those of the items that are never long; names that are not among them are passed
-            over, as a model that an older library does not have.
+        count: size of the sample, `always` included.
+        seed: a different seed gives a different sample.
+        always: items that are always in the sample; names that are not items are ignored, such
+            as a model that an older library lacks.
     """
     chosen = {item for item in items if item in always}
     others = [item for item in items if item not in chosen]
@@ -37,14 +37,14 @@ def sampled(items: Sequence[str], count: int, seed: int, always: Collection[str]
 
 
 def sampled_cases(*axes: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """Make all combinations of values parameters of a test, all but a sample marked `long`.
+    """Return all combinations of values as a test's parameters, all but a sample marked `long`.
 
-    The sample has every value of every axis and, as far as there is room, every two together.
+    The sample has every value of every axis and, as far as its size allows, every pair of values.
 
     Args:
         axes: the values of one argument each, in an order that is the same in every process.
-        count: how many are not long; no fewer than the longest axis has values.
-        seed: another seed is another sample.
+        count: size of the sample; at least the length of the longest axis.
+        seed: a different seed gives a different sample.
     """
     assert count >= max(map(len, axes)), "not every value would be tried"
     cases = list(product(*map(enumerate, axes)))
@@ -74,5 +74,5 @@ def _new(places: Sequence[Any], seen: Collection[Any]) -> tuple[int, int]:
 
 
 def examples(num_examples: int) -> int:
-    """Return how many examples Hypothesis is to draw: so many, or for `make test` a fifth."""
+    """Return the number of examples that Hypothesis draws: all, or for `make test` a fifth."""
     return -(-num_examples // SHARE) if settings().derandomize else num_examples

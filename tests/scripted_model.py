@@ -1,8 +1,8 @@
-"""A model that says what it was told to: a real model, whose head maps each token to the next one.
+"""A model with scripted answers: a real one, whose head maps each token to the next one.
 
-Nothing of the context but its last token matters: attention adds next to nothing, the MLP nothing,
-embeddings are orthogonal to one another. An answer is cut into pieces, each a token that is nowhere
-else. The last token of the prompt is followed by the first piece.
+Only the last token of the context matters: attention adds next to nothing, the MLP nothing, and
+the embeddings are orthogonal. An answer is cut into pieces, each of which is a token
+that occurs nowhere else. The last token of the prompt selects the first piece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from tests.models import WINDOW_TOKENS
 
 LEADS_BY = 8.0  # of the next token's logit
-WHISPER = 0.05  # of attention: a model without any cannot be served
+WHISPER = 0.05  # of the attention weights: a model without attention cannot be served
 
 
 def build_scripted_model(

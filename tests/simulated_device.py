@@ -1,11 +1,12 @@
-"""A device with streams, on any machine: it refuses what a GPU would answer with garbage.
+"""A device with streams, on any machine: it refuses races that would be garbage on a GPU.
 
-Its memory is the host's, and what is enqueued on a stream is done at once; but nobody may rely on
+Its memory is the host's, and work enqueued on a stream is done at once; but no code may rely on
 that. Each byte remembers which piece of work wrote it last, and which read it; each stream, and the
-host, knows which work is over before its own: what it has waited for, directly or through others
-(vector clocks). Work that reads what may still be written, or writes what may still be read, is
-refused with `RaceError`, whatever the bytes are. Memory that was made for one stream (`lend`) and
-is given back while another may still use it is noted in `races`: an allocator would give it away.
+host, knows which work ends before its own: the work it has waited for, directly or through
+others (vector clocks). Work that reads bytes which may still be written, or writes bytes which may
+still be read, is refused with `RaceError`, whatever the bytes are. Memory that was made for one
+stream (`lend`) and is given back while another may still use it is noted in `races`: an allocator
+    would lend it again.
 
 `SimulatedDevice` is the driver (`runtime/cuda/driver.py`), and the module of streams and events in
 the place of `torch.cuda`. Inside `running()`, work on the device's memory is found by watching
@@ -28,7 +29,7 @@ from shared.cuda.driver_calls import DriverError
 HOST = 0
 COPY = torch.ops.aten.copy_.default
 ONLY_WRITING = {COPY, torch.ops.aten.index_copy_.default, torch.ops.aten._foreach_copy_.default}
-MAKING = {  # which look at a shape only
+MAKING = {  # operations that look at a shape only
     torch.ops.aten.new_empty.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_zeros.default,
@@ -38,16 +39,16 @@ BY_ROWS = {  # of the first argument, by dimension and index
     torch.ops.aten.index_select.default,
     torch.ops.aten.index_select.out,
 }
-WORK_S = 0.003  # for which somebody who waits for work is told nothing
+WORK_S = 0.003  # operations whose wait is not reported to the waiting code
 MOST_STREAMS = 1 << 10  # one piece of work is number * MOST_STREAMS + stream
 
 
 class RaceError(AssertionError):
-    """Work was enqueued that does not wait for what it needs."""
+    """Work was enqueued that does not wait for work it depends on."""
 
 
 class Stream:
-    """A queue of work; `clock` has, by stream, the newest work that is over before what follows."""
+    """A queue of work; `clock` has, per stream, the newest work that ends before what follows."""
 
     def __init__(self, device, number):
         self._device = device
@@ -73,7 +74,7 @@ class Event:
 
     def synchronize(self):
         if not self._is_known():
-            time.sleep(WORK_S)  # other threads enqueue more meanwhile
+            time.sleep(WORK_S)  # other threads enqueue more in the meantime
         _merge(self._device.host.clock, self._clock)
 
     def elapsed_time(self, _other):
@@ -81,7 +82,7 @@ class Event:
         return 0.0
 
     def query(self):
-        """Whether it is reached: surely once it was waited for; who is told so knows it."""
+        """Return whether it is reached: always if it was waited for; a yes counts as a wait."""
         if self._is_known():
             return True
         if self._device.chance.random() >= self._device.promptness:
@@ -98,11 +99,11 @@ class SimulatedDevice:
     """See the module docstring.
 
     Attributes:
-        promptness: how probable it is that work is over when somebody asks.
+        promptness: the probability that work is reported as over.
         registered: sizes of registered host memory, by address.
         fails_at: how many calls of `register` succeed before one fails; None: all.
-        num_batches: pieces of work that copied slots.
-        races: for those who catch what threads raise.
+        num_batches: number of pieces of work that copied slots.
+        races: the races so far, for tests where threads catch exceptions.
     """
 
     def __init__(self, seed=0):
@@ -163,7 +164,7 @@ class SimulatedDevice:
         self._copy(slots, here, to_slots=True)
 
     def _copy(self, slots, here, *, to_slots):
-        """Copy what the kernel would, tokens that lie side by side in one piece."""
+        """Copy as the kernel would, adjacent tokens in one piece."""
         size = here.memory[0].nbytes
         assert here.memory[0].is_contiguous()
         offsets = slots.offsets.tolist()
@@ -201,19 +202,19 @@ class SimulatedDevice:
         return memory
 
     def share(self, num_bytes):
-        """Memory of the device; what takes the descriptor is in this process, and needs none."""
+        """Return memory of the device; its importer is in this process, and needs no descriptor."""
         return self.own(torch.empty(num_bytes, dtype=torch.uint8)), os.memfd_create("ring")
 
     # --- memory ---
 
     def own(self, tensor, *, is_host=False):
-        """Make the memory of a tensor the device's; or the host's, that the device may reach."""
+        """Make a tensor's memory the device's, or host memory that the device may reach."""
         storage = tensor.untyped_storage()
         self._memory[storage.data_ptr()] = _Memory(storage, is_host)
         return tensor
 
     def lend(self, tensor):
-        """Make a tensor the device's that the current stream has made, and will take back."""
+        """Make a tensor the device's that the current stream created and will take back."""
         with self._lock, _disable_current_modes():
             if not self.is_its(tensor):
                 self.own(tensor)
@@ -223,7 +224,7 @@ class SimulatedDevice:
                 weakref.finalize(tensor, self._given_back, memory, stream).atexit = False
 
     def _given_back(self, memory, owner):
-        """Note who may still use memory that its owner gives to others from now on."""
+        """Note which work may still use memory that its owner frees now."""
         with self._lock, _disable_current_modes():
             for noted in (memory.written, *memory.read.values()):
                 for work in noted.unique().tolist():
@@ -234,22 +235,22 @@ class SimulatedDevice:
 
     @property
     def is_copying(self):
-        """Whether this thread's stream is one of copies: what computing makes, it reads itself."""
+        """Return whether this thread's stream is one of copies: computing reads its own results."""
         return self.current_stream() is not self._usual
 
     def is_its(self, tensor):
-        """Whether a tensor lies in the device's own memory."""
+        """Return whether a tensor lies in the device's own memory."""
         part = self._part(tensor)
         return part is not None and not part.memory.is_host
 
     @contextmanager
     def running(self):
-        """Watch what this thread computes."""
+        """Watch this thread's computations."""
         with _Watched(self):
             yield self
 
     def ran(self, inputs, outputs, rows=None):
-        """Note work that torch has done, or is about to do, on tensors that may be ours.
+        """Note work that torch has done, or is about to do, on tensors that may be the device's.
 
         Args:
             inputs: tensors that are read.
@@ -272,11 +273,11 @@ class SimulatedDevice:
         return is_ours
 
     def _begin(self, stream):
-        """Begin a piece of work; what the host knows is over before it is enqueued."""
+        """Begin a piece of work; all work that the host knows to be over ends before it."""
         _merge(stream.clock, self.host.clock)
         self._works += 1
         stream.clock[stream.number] = self._works
-        if stream is self.host:  # what the host has done is over before whatever follows
+        if stream is self.host:  # the host's finished work ends before everything that follows
             for other in self._streams:
                 other.clock[HOST] = self._works
         return stream, self._works
@@ -293,7 +294,7 @@ class SimulatedDevice:
         return part
 
     def _found(self, address, num_bytes):
-        """Find the memory at an address; the host's must be registered."""
+        """Find the memory at an address; host memory must be registered."""
         for first, memory in self._memory.items():
             if first <= address and address + num_bytes <= first + memory.num_bytes:
                 if memory.is_host and not any(
@@ -306,7 +307,7 @@ class SimulatedDevice:
 
 
 class _Memory:
-    """Some memory, and for each byte the newest work that wrote it and, by stream, read it."""
+    """Some memory; for each byte the newest work that wrote it and, per stream, read it."""
 
     def __init__(self, storage, is_host):
         self.storage = storage
@@ -317,7 +318,7 @@ class _Memory:
 
 
 class _Part:
-    """Some bytes of a memory, as a view of it has them."""
+    """Some bytes of a memory, as a view selects them."""
 
     rows = None  # dimension and index; None: all
 
@@ -352,7 +353,7 @@ class _Part:
             here.index_fill_(*self.rows, work)
 
     def _require(self, stream, noted, what):
-        """Refuse unless all work that is noted here is over."""
+        """Refuse unless all work noted here is over."""
         here = noted.as_strided(*self._place)
         if self.rows is not None:
             here = here.index_select(*self.rows)
@@ -363,7 +364,7 @@ class _Part:
 
 
 class _Watched(TorchDispatchMode):
-    """Tells a device of every call of torch, and owns what is made of its memory."""
+    """Reports every call of torch to a device, and owns the results made from its memory."""
 
     def __init__(self, device):
         super().__init__()
@@ -378,7 +379,7 @@ class _Watched(TorchDispatchMode):
             schema = func._schema.arguments
             given = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
             written = {each.name for each in schema if each.alias_info and each.alias_info.is_write}
-            # What is only written: `out` of a call, and the target of a copy.
+            # Tensors that are only written: `out` of a call, and the target of a copy.
             unread = (
                 written if func in ONLY_WRITING else {each.name for each in schema if each.is_out}
             )

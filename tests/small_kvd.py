@@ -1,4 +1,4 @@
-"""A kvd without a cache behind it: real sockets, a real arena, answers as a test wants them."""
+"""A kvd without a cache behind it: real sockets, a real arena, answers that tests choose."""
 
 import asyncio
 import socket
@@ -17,20 +17,20 @@ from shared.types.kv_layout import KVLayout
 
 NUM_SLOTS = 4
 MAX_QUEUE_JOBS = 3
-MOST_SNAPSHOTS = 3  # snapshots of a queue, after which its stream ends
+MOST_SNAPSHOTS = 3  # snapshots of a queue, after which the stream ends
 
 
 class SmallKvd(kvd_pb2_grpc.EngineServicer):
-    """One life of it.
+    """The service of one run of this kvd.
 
     Attributes:
-        confirms: whether leases held before are confirmed.
+        confirms: whether it confirms leases of an earlier kvd.
         attaches: requests, newest last.
         completed: lease ids of CompleteStore and CompleteLoad with their success.
-        gone: peers whose connection has ended.
+        gone: peers whose connections have ended.
         may_attach: Attach is answered once it is set.
         mute: names of calls that are never answered: PrepareStore, CompleteStore, EndSession.
-        unanswered: calls of these that have come, oldest first.
+        unanswered: received calls of these, oldest first.
         ended: ids of sessions that end, oldest first.
         snapshots: queue snapshots received, newest last.
     """
@@ -70,7 +70,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         await self.connection.gone.wait()
 
     async def PrepareLoad(self, request, context):  # noqa: N802
-        """Grant slot 1 for everything; pending if that is accepted. Say what it was to wait."""
+        """Grant slot 1 for everything; as pending if that is accepted. Say what it was to wait."""
         self.next_lease += 1
         num_tokens = len(request.token_ids) // 4
         span = kvd_pb2.LoadSpan(slot_id=1, num_tokens=num_tokens, tier=kvd_pb2.TIER_SSD)
@@ -88,7 +88,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         return answer
 
     async def CompleteLoad(self, request, context):  # noqa: N802
-        """Note it."""
+        """Note the completion."""
         self.completed.append((request.lease_id, True))
         return kvd_pb2.CompleteLoadResponse()
 
@@ -103,25 +103,25 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         )
 
     async def CompleteStore(self, request, context):  # noqa: N802
-        """Note it."""
+        """Note the completion."""
         await self._answer("CompleteStore")
         self.completed.append((request.lease_id, request.success))
         return kvd_pb2.CompleteStoreResponse(stored_tokens=16)
 
     async def _answer(self, call):
-        """Return, unless this call is never answered."""
+        """Return, unless this call must stay unanswered."""
         if call in self.mute:
             self.unanswered.append(call)
             await asyncio.get_running_loop().create_future()
 
     async def EndSession(self, request, context):  # noqa: N802
-        """Note it."""
+        """Note the end."""
         await self._answer("EndSession")
         self.ended.append(request.session.session_id)
         return kvd_pb2.EndSessionResponse()
 
     async def PushQueue(self, requests, context):  # noqa: N802
-        """Acknowledge everything, but the snapshot with which the stream ends."""
+        """Acknowledge everything but the snapshot with which the stream ends."""
         async for snapshot in requests:
             self.snapshots.append(snapshot)
             if len(self.snapshots) == MOST_SNAPSHOTS:
@@ -138,7 +138,7 @@ async def small_kvd(
     keep: bool = True,
     may_attach: bool = True,
 ):
-    """One life of a kvd in `directory`; with `keep` it adopts and leaves the arena."""
+    """Run this kvd once in `directory`; with `keep` it adopts and leaves the arena."""
     options = ArenaOptions(keep="file" if keep else "none", directory=directory)
     store = ArenaStore(options, directory, num_words=4)
     kept = store.find().get(layout.fingerprint)

@@ -1,11 +1,11 @@
-"""A soak of kvd, run by hand: random sessions over tiny tiers, with kills, for as long as wanted.
+"""A soak test of kvd, run by hand: random sessions over tiny tiers, with kills.
 
     python -m tests.soak --minutes 20 [--kill-every-s 60] [--seed 1]
 
 Several synthetic engines store, grow, fork, load (checking every byte), discard, end, flush and pin
 random sessions. kvd is killed now and then and started again. Each minute a line has RSS, open
 files, threads, slots and leases of kvd, and the turns so far; at the end everything is flushed, and
-whatever is then still in use is a leak. Exit code 0: no wrong byte, nothing leaked.
+anything that is still in use then is a leak. Exit code 0: no wrong byte and no leak.
 """
 
 import argparse
@@ -33,7 +33,7 @@ REPORT_S = 60.0
 
 
 class Soak:
-    """Drives one kvd by a seeded die."""
+    """Drives one kvd with a seeded random source."""
 
     def __init__(self, kvd: KvdProcess, seed: int) -> None:
         self.kvd = kvd
@@ -43,7 +43,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
 
     async def drive(self, engine: SyntheticEngine, until: float) -> None:
-        """Take turns until the time is over; whatever kvd refuses is counted, and gone on from."""
+        """Run turns until the time is over; count refusals by kvd and continue."""
         while time.monotonic() < until:
             try:
                 await engine.client.wait_attached(30)
@@ -53,7 +53,7 @@ class Soak:
                 await asyncio.sleep(0.01)
 
     async def turn(self, engine: SyntheticEngine) -> None:
-        """One turn of a session that nobody else is at: load all of it, grow it, store."""
+        """Run a turn of a session that no other turn uses: load all of it, grow it, store."""
         free = [f"s{n}" for n in range(NUM_SESSIONS) if f"s{n}" not in self.busy]
         name = self.random.choice(free)
         self.busy.add(name)
@@ -87,7 +87,7 @@ class Soak:
         self.counts["turns"] += 1
 
     async def operate(self, name: str) -> None:
-        """Be an operator."""
+        """Do what an operator does: flush and pin random sessions."""
         what = self.random.choice(("flush", "pin", "soft_pin", "list"))
         await asyncio.to_thread(_operate, self.kvd.runtime_dir, what, name)
         self.counts[what] += 1
@@ -101,7 +101,7 @@ class Soak:
             self.counts["kills"] += 1
 
     async def report(self, until: float) -> None:
-        """Print a line a minute."""
+        """Print a line every minute."""
         started = time.monotonic()
         while time.monotonic() < until:
             try:
@@ -123,7 +123,7 @@ class Soak:
 
 
 async def soak(minutes: float, kill_every_s: float, seed: int) -> int:
-    """Run it; returns the exit code."""
+    """Run the soak; return the exit code."""
     layout = small_layout(num_layers=4)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         flags = (
@@ -163,7 +163,7 @@ def _operate(runtime_dir: Path, what: str, name: str) -> None:
 
 
 async def _leaks(kvd: KvdProcess) -> int:
-    """Flush everything; nothing may be left."""
+    """Flush everything; return what is still in use."""
     with connect(kvd.runtime_dir) as client:
         await asyncio.to_thread(client.flush, None, dry_run=False)
 
@@ -187,5 +187,5 @@ if __name__ == "__main__":
     parser.add_argument("--kill-every-s", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    configure_logging("error", json=False)  # that kvd is gone now and then is what we are here for
+    configure_logging("error", json=False)  # kvd is killed on purpose now and then
     sys.exit(asyncio.run(soak(arguments.minutes, arguments.kill_every_s, arguments.seed)))

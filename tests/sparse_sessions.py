@@ -1,4 +1,4 @@
-"""Sessions that discards have gone through, on a real kvd: what is left of them, row by row."""
+"""Sessions with discarded tokens on a real kvd: what remains of them, row by row."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from tests.synthetic_engine import CALL_S, SyntheticEngine, encode, key_of
 
 @dataclass(frozen=True)
 class Sparse:
-    """A session as its engine knows it.
+    """A session as its engine has it.
 
     Attributes:
-        tokens: that are left.
-        lineage: of these.
+        tokens: the remaining ones.
+        lineage: of these tokens.
         rows: what kvd has stored for each of them, all layers and components.
     """
 
@@ -27,7 +27,7 @@ class Sparse:
 
 
 async def make_sparse(engine: SyntheticEngine, name: str, tokens: list[int], step: int) -> Sparse:
-    """Store a session, and discard every token but each `step`th."""
+    """Store a session, and discard all but every `step`th token."""
     await engine.store(key_of(name), tokens)
     rows = await read_rows(engine, name, tokens)
     ranges = [(at + 1, min(at + step, len(tokens))) for at in range(0, len(tokens) - 1, step)]
@@ -40,7 +40,7 @@ async def make_sparse(engine: SyntheticEngine, name: str, tokens: list[int], ste
 async def read_rows(
     engine: SyntheticEngine, name: str, tokens: list[int], lineage: Lineage | None = None
 ) -> list[bytes]:
-    """Load what is stored of a session; one piece of bytes a token."""
+    """Load the stored rows of a session; return the bytes of each token."""
     rows: list[bytes] = []
     while True:
         grant = await engine.client.prepare_load(

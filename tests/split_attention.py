@@ -1,8 +1,9 @@
-"""Attention over pages in calls of torch, for machines without a kernel: small, and made like it.
+"""Attention over pages in calls of torch, for machines without a kernel, in the kernel's manner.
 
-Each new token is a row, and what it sees is read in splits of fixed length that are merged in
-order: splits beyond its length change nothing, so that a row's answer is the same to the bit,
-however far a step reaches. No tensor's shape and no argument follows from what a tensor holds.
+Each new token is a row, and its keys are read in splits of fixed length that are merged in
+order. Splits beyond its length change nothing, so that a row's result is the same to the bit,
+however long the step's longest row is. No tensor's shape and no argument depends on a tensor's
+contents.
 """
 
 import torch
@@ -33,7 +34,7 @@ def attend_pages(query, keys, values, step, call):
     for begin in range(0, step.most_length, SPLIT):
         seen = torch.arange(begin, begin + SPLIT)
         visible = (seen < lengths[:, None]) & (seen >= first[:, None])  # [rows, SPLIT]
-        # What is not seen is not read: in its place the row's own token is.
+        # A hidden token is not read: the row's own token is read in its place.
         token = torch.where(visible, seen, lengths[:, None] - 1)
         page = tables.long().gather(1, token // step.page_tokens)
         slots = (page * step.page_tokens + token % step.page_tokens).flatten()

@@ -34,7 +34,7 @@ def small_layout(num_layers: int = 2, model: str = MODEL) -> KVLayout:
 
 
 def layout_with_states(num_layers: int = 2) -> KVLayout:
-    """The same with states of two and a half slots; without layers, the states alone."""
+    """Return the same with states of two and a half slots; without layers, the states alone."""
     layout = small_layout(num_layers)
     return replace(
         layout,
@@ -45,7 +45,7 @@ def layout_with_states(num_layers: int = 2) -> KVLayout:
 
 
 def layout_with_windows(num_windowed: int = 3, window: int = 20) -> KVLayout:
-    """A layer that attends to all tokens between such as attend to the last ones."""
+    """Return a layout with a layer of full attention between layers with windows."""
     whole = small_layout(1)
     narrow = replace(whole.layers[0], window=window)
     first = num_windowed // 2
@@ -54,18 +54,18 @@ def layout_with_windows(num_windowed: int = 3, window: int = 20) -> KVLayout:
 
 
 def key_of(session_id: str, tenant: str = "default", model: str = MODEL) -> SessionKey:
-    """Key of a session of the small layout's model."""
+    """Return the key of a session of the small layout's model."""
     return SessionKey(tenant, model, session_id)
 
 
 def encode(token_ids: Sequence[int]) -> bytes:
-    """Token ids as they travel."""
+    """Encode token ids for the wire."""
     return np.asarray(token_ids, "<u4").tobytes()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load brought: how many tokens, from which tiers, why not more, and which state."""
+    """The result of a load: number of tokens, their tiers, the miss reason, and the state."""
 
     num_tokens: int
     tiers: frozenset[str]
@@ -77,7 +77,7 @@ class SyntheticEngine:
     """Stores and loads whole sessions.
 
     Attributes:
-        queue: what it is about to do, reported to kvd.
+        queue: its waiting turns, reported to kvd.
     """
 
     def __init__(self, client: KvdClient, layout: KVLayout) -> None:
@@ -93,10 +93,9 @@ class SyntheticEngine:
         from_token: int = 0,
         states: Sequence[int] = (),
     ) -> int:
-        """Store the rows of token_ids[from_token:]; returns how many tokens are stored then.
+        """Store the rows of token_ids[from_token:]; return how many tokens are stored afterwards.
 
-        Loads are to be able to end behind so many tokens as `states` says, or where there are
-        windows.
+        `states` lists the token counts at which later loads may end; so do windows.
         """
         while True:
             grant = await self.client.prepare_store(
@@ -109,7 +108,7 @@ class SyntheticEngine:
             from_token = grant.end_token
 
     def fill(self, grant: StoreGrant, token_ids: Sequence[int]) -> None:
-        """Write the rows of a grant, which is not completed yet."""
+        """Write the rows of a grant without completing it."""
         for block in grant.blocks:
             places = range(block.token_offset, block.token_offset + block.num_tokens)
             tokens = [token_ids[place] for place in places]
@@ -139,9 +138,9 @@ class SyntheticEngine:
         accept_pending: bool = False,
         dram_only: bool = False,
     ) -> Loaded:
-        """Load what is stored of token_ids[from_token:] and check every byte of it.
+        """Load the stored part of token_ids[from_token:] and check every byte of it.
 
-        With accept_pending each layer is checked as soon as it is said to be there.
+        With accept_pending each layer is checked as soon as it is reported complete.
         """
         tiers: set[str] = set()
         end = from_token
@@ -184,7 +183,7 @@ class SyntheticEngine:
         positions: Sequence[int],
         tokens: Sequence[int],
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(memory, what belongs there), as of `_rows`, of a window in each of its parts."""
+        """Return (memory, expected bytes), as `_rows` does, of a window in each of its parts."""
         return [
             rows
             for part, slot_id in enumerate(window.slot_ids, 1)
@@ -218,7 +217,7 @@ class SyntheticEngine:
             assert arena.slot(slot_id) == part, f"a wrong state at {state.position}"
 
     def _state_parts(self, token_ids: Sequence[int]) -> list[bytes]:
-        """What the slots of a state hold behind these tokens: zeros behind its last byte."""
+        """Return the contents of a state's slots after these tokens, padded with zeros."""
         seed = hashlib.blake2b(encode(token_ids)).digest()
         state = (seed * (self.layout.state_bytes // len(seed) + 1))[: self.layout.state_bytes]
         size = self.layout.block_bytes
@@ -234,7 +233,7 @@ class SyntheticEngine:
         tokens: Sequence[int],
         layer_index: int,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(memory, what belongs there) of consecutive rows in every component of a layer.
+        """Yield (memory, expected bytes) of consecutive rows in every component of a layer.
 
         Both are [tokens, bytes of one].
         """
@@ -260,7 +259,7 @@ async def attached_engine(
     name: str = "synthetic",
     attach_s: float = ATTACH_S,
 ) -> AsyncIterator[SyntheticEngine]:
-    """An engine that is attached."""
+    """Run an engine that is attached."""
     layout = layout or small_layout()
     client = KvdClient(runtime_dir, layout, name, reconnect_delay_s=0.02)
     engine = SyntheticEngine(client, layout)

@@ -1,4 +1,4 @@
-"""A command of kvd on a real terminal: a pseudo-terminal with a size, keys, and what was shown."""
+"""Runs a command of kvd on a real terminal: a pseudo-terminal with a size, keys, and its output."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 class Terminal:
-    """What a person sees and types.
+    """The screen and keyboard of a person.
 
     Attributes:
         shown: everything that was written, escape sequences and all.
@@ -33,7 +33,7 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def until(self, *texts: str) -> None:
-        """Wait until all of the texts were shown since the last call.
+        """Wait until all of the texts have been shown since the last call.
 
         Raises:
             AssertionError: they never were.
@@ -46,7 +46,7 @@ class Terminal:
             seen += part
 
     def exit_code(self) -> int:
-        """Read on until the command ends; returns its exit code."""
+        """Read on until the command ends; return its exit code."""
         deadline_s = time.monotonic() + WAIT_S
         while self._read(deadline_s - time.monotonic()):
             pass
@@ -57,22 +57,22 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def resize(self, width: int, height: int) -> None:
-        """Change the size, and notify the command."""
+        """Change the size, and signal the command."""
         _set_size(self._fd, width, height)
         self.process.send_signal(signal.SIGWINCH)
 
     def echoes(self) -> bool:
-        """Whether the terminal shows what is typed, as it does for a shell."""
+        """Return whether the terminal shows typed keys, as it does for a shell."""
         return bool(termios.tcgetattr(self._fd)[3] & termios.ECHO)
 
     def _read(self, timeout_s: float) -> str:
-        """Wait for something to be shown; "" if nothing is, or the command has ended."""
+        """Wait for output; return "" if there is none, or the command has ended."""
         ready, _, _ = select.select([self._fd], [], [], max(0.0, timeout_s))
         if not ready:
             return ""
         try:
             text = os.read(self._fd, 1 << 16).decode(errors="replace")
-        except OSError:  # Linux says so when the other side is closed
+        except OSError:  # Linux reports this when the other side is closed
             return ""
         self.shown += text
         return text
@@ -82,7 +82,7 @@ class Terminal:
 def on_terminal(
     *command: str, width: int = 80, height: int = 24, module: str = "kvd"
 ) -> Iterator[Terminal]:
-    """Run `python -m MODULE` on a terminal of its own; killed at the end if it still runs."""
+    """Run `python -m MODULE` on its own terminal; kill it at the end if it still runs."""
     ours, theirs = pty.openpty()
     _set_size(theirs, width, height)
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -94,7 +94,7 @@ def on_terminal(
         start_new_session=True,
         env={**environment, "TERM": "xterm-256color", "PYTHONUTF8": "1"},
     )
-    os.close(theirs)  # so that its end is seen at ours
+    os.close(theirs)  # so that the end of the other side is seen at ours
     try:
         yield Terminal(process, ours)
     finally:

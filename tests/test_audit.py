@@ -1,4 +1,4 @@
-"""What `make check` says of the pinned dependencies, from what pip-audit has found."""
+"""The report of `make check` on the pinned dependencies, from the findings of pip-audit."""
 
 import importlib.util
 from pathlib import Path
@@ -33,8 +33,8 @@ def audit():
     ],
     ids=["fine", "bad", "one-unknown", "bad-and-unknown", "nothing-known", "no-pins"],
 )
-def test_an_audit_of_nothing_is_not_called_one(audit, found, code, said):
-    """Advisories fail it; what was not looked at is said to be skipped, by name."""
+def test_skipped_packages_are_named_and_advisories_fail_the_audit(audit, found, code, said):
+    """Packages that pip-audit could not look at are listed as skipped, by name."""
     lines, exit_code = audit.outcome(found)
     assert exit_code == code
     for line, part in zip(lines, said, strict=True):

@@ -1,7 +1,7 @@
-"""What is taken from its first end again and again is no dict.
+"""No queue is a dict.
 
-A dict keeps the gaps of what was removed and steps over them each time its first item is looked
-for: a queue made of one costs O(n) a step. OrderedDict and deque do not.
+A dict keeps the gaps of removed items and steps over them each time its first item is looked up: a
+queue made of one costs O(n) per step. OrderedDict and deque do not.
 """
 
 import ast
@@ -14,14 +14,14 @@ PACKAGES = ("kvd", "inference_svc", "shared")
 
 
 def _modules() -> list[ast.Module]:
-    """Those that have a dict as an attribute, or look at what is first or last of something."""
+    """Yield the modules that have a dict as an attribute, or look up the first or last item."""
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     texts = (path.read_text(encoding="utf-8") for path in paths if "pb" not in path.parts)
     return [ast.parse(text) for text in texts if ": dict[" in text or "next(" in text]
 
 
 def _plain_dicts(module: ast.Module) -> set[str]:
-    """Names of attributes that are made as dicts."""
+    """Return the names of attributes that are made as dicts."""
     return {
         node.target.attr
         for node in ast.walk(module)
@@ -31,8 +31,8 @@ def _plain_dicts(module: ast.Module) -> set[str]:
     }
 
 
-def _looked_at(call: ast.Call) -> ast.Attribute | None:
-    """The x.y of next(iter(x.y)), next(reversed(x.y.values())) and the like."""
+def _first_looks(call: ast.Call) -> ast.Attribute | None:
+    """Return the x.y of next(iter(x.y)), next(reversed(x.y.values())) and the like."""
     match call:
         case ast.Call(
             func=ast.Name(id="next"),
@@ -50,7 +50,7 @@ def _queues_of_dicts(modules: list[ast.Module]) -> list[str]:
     found = []
     for module, own in zip(modules, dicts, strict=True):
         calls = (node for node in ast.walk(module) if isinstance(node, ast.Call))
-        for looked_at in filter(None, map(_looked_at, calls)):
+        for looked_at in filter(None, map(_first_looks, calls)):
             is_own = isinstance(looked_at.value, ast.Name) and looked_at.value.id == "self"
             if looked_at.attr in (own if is_own else of_others):
                 found.append(ast.unparse(looked_at))
@@ -58,7 +58,7 @@ def _queues_of_dicts(modules: list[ast.Module]) -> list[str]:
 
 
 def test_no_dict_is_a_queue():
-    """None that outlives a call is looked at from an end."""
+    """No dict that outlives a call is read at its first or last item."""
     assert _queues_of_dicts(_modules()) == []
 
 
@@ -72,7 +72,7 @@ def test_no_dict_is_a_queue():
         ("self._queue.popitem()", []),
     ],
 )
-def test_what_is_looked_for(looks, found):
-    """The look above sees what it is meant to see."""
+def test_the_check_finds_queues_made_of_dicts(looks, found):
+    """The check above finds each form that it is meant to find."""
     made = "self._queue: dict[int, str] = {}\nself._other: OrderedDict[int, str] = OrderedDict()\n"
     assert _queues_of_dicts([ast.parse(made + looks)]) == found

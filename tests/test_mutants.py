@@ -1,4 +1,4 @@
-"""What judges mutants: entries of those that may survive, and records of which test runs what."""
+"""The judging of mutants: accepted survivors, and records of which test runs which lines."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 CI = Path(__file__).parents[1] / ".ci"
 PASSES = "from part.it import one\ndef test_one():\n    assert one() == 1\n"
-# Changes its own file the first time, as somebody might while it runs.
+# A test that changes its own file the first time, as an editor might while it runs.
 CHANGES_ITSELF = f"""{PASSES}
 def test_two():
     from pathlib import Path
@@ -30,7 +30,7 @@ from line_records import LineRecord, changed_tests, record
 
 @pytest.fixture
 def mutants(monkeypatch):
-    """Return the module."""
+    """Return the module .ci/mutants.py."""
     monkeypatch.setattr(sys, "path", [str(CI), *sys.path])
     import mutants
 
@@ -39,9 +39,10 @@ def mutants(monkeypatch):
 
 @pytest.fixture
 def on_tree(tmp_path):
-    """Return a function that runs code on a tree of one part with a test file; returns it ended.
+    """Return a function that runs code on a tree of one part with a test file.
 
-    In a process of its own: recording is coverage, of which there may be one already.
+    It runs in its own process and returns it when it has ended: recording uses coverage, which may
+    be active here.
     """
     (tmp_path / "part").mkdir()
     (tmp_path / "part/it.py").write_text("def one():\n    return 1\n")
@@ -56,14 +57,14 @@ def on_tree(tmp_path):
     return run
 
 
-def test_each_accepted_mutant_is_one_of_the_code_as_it_is(mutants):
+def test_each_accepted_mutant_still_matches_the_code(mutants):
     """An entry whose line or function has changed would stop `make mutants`."""
     assert mutants._accepted()
 
 
 @pytest.mark.long
-def test_what_changes_while_mutants_are_judged_stops_the_judging(on_tree, tmp_path):
-    """Verdicts by tests that were recorded as they are not are wrong: it says which changed."""
+def test_a_file_that_changes_while_mutants_are_judged_stops_the_judging(on_tree, tmp_path):
+    """Verdicts by changed tests are wrong; the error names the changed file."""
     (tmp_path / "tests/test_other.py").write_text(PASSES)
     ended = on_tree(
         """
@@ -82,16 +83,16 @@ recorded.check()
     assert ended.returncode == 1
 
 
-def test_a_record_that_lacks_a_test_file_is_not_judged_by(on_tree):
-    """It would report mutants of what that file tests as alive."""
+def test_a_record_without_one_of_the_test_files_is_not_used(on_tree):
+    """It would report mutants of the code which that file tests as alive."""
     ended = on_tree('record("part"); open("tests/test_new.py", "w").close(); LineRecord("part")')
     says = "run this again, or in a copy: tests/test_new.py changed since it was recorded"
     assert ended.stderr.splitlines()[-1] == says
 
 
 @pytest.mark.long
-def test_what_changes_while_it_is_recorded_is_recorded_again(on_tree, tmp_path):
-    """What was recorded is not of the file as it is then."""
+def test_a_file_that_changes_while_it_is_recorded_is_recorded_again(on_tree, tmp_path):
+    """Otherwise the record would describe an older version of the file."""
     (tmp_path / "tests/test_it.py").write_text(CHANGES_ITSELF)
     ended = on_tree(
         """

@@ -7,7 +7,7 @@ from tests.recorded_graph import CaptureError, RecordedGraphs
 
 
 class Step:
-    """Doubles what `given` holds into `answer`, in a way that a test chooses."""
+    """Writes twice the value in `given` to `answer`, in a way that a test chooses."""
 
     def __init__(self, compute):
         self.given, self.answer = torch.ones(4), torch.zeros(4)
@@ -17,13 +17,13 @@ class Step:
         self.answer.copy_(self._compute(self.given))
 
     def answers(self, number):
-        """What a replay answers after another number was put in."""
+        """Return the results of replays after other numbers were put in."""
         self.given.fill_(number)
         self.replay()
         return self.answer.tolist()
 
 
-def captured(compute):
+def capture(compute):
     step = Step(compute)
     with torch.inference_mode():
         step.given, step.answer = torch.ones(4), torch.zeros(4)
@@ -32,8 +32,8 @@ def captured(compute):
 
 
 @torch.inference_mode()
-def test_what_tensors_hold_is_computed_again():
-    """Through views, calls in place, and several answers of one call."""
+def test_a_replay_computes_with_the_tensors_present_contents():
+    """It does so through views, calls in place, and several results of one call."""
 
     def compute(given):
         made = torch.zeros(2, 2)
@@ -41,16 +41,16 @@ def test_what_tensors_hold_is_computed_again():
         made += torch.cat(given.split(1)).view(2, 2)
         return made.flatten() + torch.where(torch.tensor_split(given, 2)[0][0] > 0, given, 0.0)
 
-    step = captured(compute)
+    step = capture(compute)
     assert step.answers(3.0) == [6.0, 9.0, 9.0, 6.0]
     assert step.answers(-1.0) == [-1.0, -2.0, -2.0, -1.0]
 
 
 @torch.inference_mode()
-def test_what_python_knows_is_what_it_knew():
-    """Numbers of one step are not those of the next."""
+def test_numbers_that_python_computed_stay_as_captured():
+    """A replay uses the captured step's numbers, not those of the next step."""
     factors = [2.0]
-    step = captured(lambda given: given * factors[-1])
+    step = capture(lambda given: given * factors[-1])
     factors.append(3.0)
     assert step.answers(5.0) == [10.0] * 4
 
@@ -67,16 +67,16 @@ def test_what_python_knows_is_what_it_knew():
     ids=["number", "branch", "mask", "copy to the host", "copy from the host"],
 )
 def test_waiting_for_the_device_is_refused(compute):
-    """A device that captures cannot be asked what it holds."""
+    """A device cannot be asked for contents while it captures."""
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        captured(compute)
+        capture(compute)
 
 
 @torch.inference_mode()
-def test_memory_that_is_gone_is_found_out():
-    """A device would have given it to others; what somebody keeps is read."""
+def test_a_replay_over_freed_memory_is_refused():
+    """A device would have reused freed memory; memory that another object keeps is read."""
     kept = [torch.full((4,), 2.0)]
-    step = captured(lambda given: given * kept[0])
+    step = capture(lambda given: given * kept[0])
     assert step.answers(3.0) == [6.0] * 4
     kept[0].fill_(3.0)
     assert step.answers(3.0) == [9.0] * 4
@@ -86,15 +86,15 @@ def test_memory_that_is_gone_is_found_out():
 
 
 @torch.inference_mode()
-def test_nothing_is_there_before_it_is_replayed():
-    """What was recorded was not computed."""
+def test_a_capture_computes_nothing():
+    """Results exist only after a replay."""
     made = []
 
     def compute(given):
         made.append(given * 2)
         return made[-1]
 
-    step = captured(compute)
+    step = capture(compute)
     assert made[-1].isnan().all()
     step.answers(4.0)
     assert made[-1].tolist() == [8.0] * 4

@@ -1,4 +1,4 @@
-"""Samples: the same in every process, and never without what is always in."""
+"""Samples are the same in every process, and contain every item that is always included."""
 
 import subprocess
 import sys
@@ -18,33 +18,33 @@ def short(params):
 
 
 def test_a_sample_has_its_size_and_keeps_the_order():
-    """As many as asked for are not long, everything is there, in the order of the items."""
+    """The sample has the requested size, every item is returned, in the order of the items."""
     params = sampled(NAMES, 7, seed=1)
     assert [param.id for param in params] == NAMES
     assert len(short(params)) == 7
     assert short(params) == [name for name in NAMES if name in short(params)]
 
 
-def test_what_is_always_in_counts():
-    """Names that are always in are part of the sample; unknown ones are passed over."""
+def test_items_that_are_always_included_count_towards_the_size():
+    """Items that are always included are part of the sample; unknown names are ignored."""
     chosen = short(sampled(NAMES, 3, seed=1, always=("item-5", "item-39", "no-such-item")))
     assert {"item-5", "item-39"} < set(chosen)
     assert len(chosen) == 3
     assert len(short(sampled(NAMES, 1, seed=1, always=NAMES[:4]))) == 4
 
 
-def test_a_sample_may_ask_for_more_than_there_is():
-    """Then nothing is long."""
+def test_a_sample_may_be_larger_than_the_items():
+    """Then no item is marked long."""
     assert short(sampled(NAMES, 400, seed=1)) == NAMES
 
 
-def test_seeds_choose():
-    """Another seed is another sample, the same seed the same."""
+def test_the_seed_determines_the_sample():
+    """A different seed gives a different sample, the same seed the same."""
     assert short(sampled(NAMES, 7, seed=1)) == short(sampled(NAMES, 7, seed=1))
     assert short(sampled(NAMES, 7, seed=1)) != short(sampled(NAMES, 7, seed=2))
 
 
-def test_another_process_collects_the_same():
+def test_every_process_collects_the_same_sample():
     """Workers of pytest-xdist, whose hashes differ, have the same tests in the same order."""
     program = (
         "from tests.sampled import sampled; from tests.test_sampled import NAMES, short;"
@@ -67,7 +67,7 @@ AXES = (list("abcde"), [1, 2, 3], [True, False])
 
 
 def test_a_sample_of_cases_has_every_value():
-    """Each combination is there once, and the sample has the size that was asked for."""
+    """Each combination appears once, and the sample has the requested size."""
     params = sampled_cases(*AXES, count=6, seed=1)
     assert [param.values for param in params] == list(product(*AXES))
     chosen = [param.values for param in params if not param.marks]
@@ -75,22 +75,22 @@ def test_a_sample_of_cases_has_every_value():
     assert [set(values) for values in zip(*chosen, strict=True)] == list(map(set, AXES))
 
 
-def test_a_larger_sample_of_cases_has_every_two_values_together():
-    """As far as there is room."""
+def test_a_larger_sample_of_cases_has_every_pair_of_values():
+    """It has every pair of values as far as its size allows."""
     chosen = [p.values for p in sampled_cases(*AXES, count=18, seed=1) if not p.marks]
     assert {case[:2] for case in chosen} == set(product(*AXES[:2]))
     assert {case[1:] for case in chosen} == set(product(*AXES[1:]))
 
 
 def test_a_sample_of_cases_that_is_too_small_is_an_error():
-    """Rather than one that leaves a value out."""
+    """It is an error rather than a sample without one of the values."""
     with pytest.raises(AssertionError, match="not every value"):
         sampled_cases(*AXES, count=4, seed=1)
 
 
 @pytest.mark.parametrize(("is_seeded", "num_examples"), [(True, 20), (False, 100)])
-def test_make_test_has_a_fifth_of_the_examples(is_seeded, num_examples):
-    """The profile says which run it is: tests/conftest.py."""
+def test_make_test_draws_a_fifth_of_the_examples(is_seeded, num_examples):
+    """The profile tells which run it is: see tests/conftest.py."""
     before = settings.get_current_profile_name()
     settings.load_profile("seeded" if is_seeded else "random")
     try:

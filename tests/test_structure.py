@@ -98,7 +98,7 @@ def f(x):
     return x  # not a line of its own
 '''
 FILES = {
-    # a chain of five, whose last step but one is taken inside a function
+    # a chain of five, whose last step but one is imported inside a function
     "kvd/__init__.py": "",
     "kvd/app.py": "import kvd.core.engine\nimport kvd.long\n",
     "kvd/core/__init__.py": '"""The core."""\n',
@@ -132,6 +132,7 @@ FILES = {
 
 
 def write(root, files):
+    """Write files below a directory."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -185,7 +186,7 @@ def figures(tree):
         ("lines of code of kvd", 808),
     ],
 )
-def test_each_figure_is_what_is_in_the_tree(figures, name, value):
+def test_each_figure_matches_the_tree(figures, name, value):
     assert figures[name]["value"] == value, figures[name]["details"]
 
 
@@ -200,8 +201,8 @@ def test_the_longest_chain_takes_late_imports_and_none_for_types(figures):
     ]
 
 
-def test_a_knot_is_told_with_its_edges_and_what_cuts_it(figures):
-    """Packages and modules of one package, and modules alone."""
+def test_a_cycle_is_reported_with_its_edges_and_those_that_cut_it(figures):
+    """Cycles of packages, of modules of one package, and of modules and packages are reported."""
     of_packages, of_modules = "\n".join(figures["knots"]["details"]).split("\ninference_svc.left: ")
     lines = of_packages.split("\n")
     assert lines[0] == "inference_svc: config, left, right"
@@ -227,6 +228,7 @@ def test_lines_are_counted_without_docstrings_comments_and_blanks(tmp_path):
 
 
 def test_a_check_fails_on_knots_and_long_files_and_names_them(tree):
+    """Run the check on a tree with a cycle and a long file: it fails and names both."""
     asked = run(tree, "--check")
     assert asked.returncode == 1
     assert asked.stderr.splitlines() == [
@@ -236,8 +238,8 @@ def test_a_check_fails_on_knots_and_long_files_and_names_them(tree):
     assert "methods that only forward, with" in asked.stdout
 
 
-def test_a_check_of_a_tree_without_either_passes(tmp_path):
-    """Other bounds are reported, and fail nothing."""
+def test_a_check_of_a_tree_without_cycles_and_long_files_passes(tmp_path):
+    """Other figures are reported, but do not fail the check."""
     files = {name: text for name, text in FILES.items() if name.startswith(("kvd/", "shared/"))}
     files["kvd/long.py"] = ""
     asked = run(write(tmp_path, files), "--check")
@@ -246,7 +248,7 @@ def test_a_check_of_a_tree_without_either_passes(tmp_path):
     assert len(shares) == 1
 
 
-def test_lists_are_for_those_who_ask(tree):
+def test_lists_are_printed_only_on_request(tree):
     title = "modules without a test file that mirrors them:"
     assert title not in run(tree).stdout.splitlines()
     lines = run(tree, "--verbose").stdout.splitlines()
@@ -258,7 +260,7 @@ def test_lists_are_for_those_who_ask(tree):
 
 
 def test_a_file_outside_a_package_is_refused(tmp_path):
-    """Nobody would see its imports."""
+    """The imports of such a file would not be seen."""
     asked = run(write(tmp_path, {"kvd/__init__.py": "", "kvd/lost/file.py": ""}))
     assert asked.returncode == 1
     assert (

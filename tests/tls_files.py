@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority of their own, and PEM files of what it signs."""
+"""Certificates for tests: a test authority, and PEM files of the certificates it signs."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,11 +19,11 @@ class Pair:
 
 
 class Authority:
-    """One, with its certificate in a file.
+    """A certificate authority, with its certificate in a file.
 
     Args:
         directory: for all files.
-        name: of them.
+        name: of the files.
     """
 
     def __init__(self, directory: Path, name: str = "ca") -> None:
@@ -33,7 +33,7 @@ class Authority:
         self._authority.cert_pem.write_to_path(self.path)
 
     def issue(self, file: str, *names: str, until: datetime | None = None) -> Pair:
-        """A certificate of these names, written over the one that `file` had."""
+        """Issue a certificate of these names; it replaces an earlier one in `file`."""
         made = self._authority.issue_cert(*names, common_name=names[0], not_after=until)
         pair = Pair(self._directory / f"{file}.pem", self._directory / f"{file}.key")
         made.private_key_pem.write_to_path(pair.key)
@@ -43,7 +43,7 @@ class Authority:
         return pair
 
     def server(self, *, wants_certificates: bool) -> TlsSettings:
-        """Settings of a server on this machine."""
+        """Return the TLS settings of a server on this machine."""
         pair = self.issue("server", "localhost", "127.0.0.1")
         return TlsSettings(
             certificate=pair.certificate,
@@ -54,7 +54,7 @@ class Authority:
     def client(
         self, *names: str, token_file: Path | None = None, until: datetime | None = None
     ) -> ClientCredentials:
-        """What a client of these names comes with; without names, no certificate."""
+        """Return the credentials of a client of these names; without names, no certificate."""
         pair = self.issue("client", *names, until=until) if names else None
         return read_credentials(
             token_file,

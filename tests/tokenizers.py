@@ -1,4 +1,4 @@
-"""Small tokenizers of several kinds, for tests: what a text becomes, and how it may be forged."""
+"""Small tokenizers of several kinds for tests: how text is encoded, and how it may be forged."""
 
 from collections.abc import Callable, Mapping
 
@@ -31,7 +31,7 @@ LETTERS = sorted(
 
 
 def byte_level() -> Tokenizer:
-    """As GPT, Llama 3 and Qwen."""
+    """Tokenize as GPT, Llama 3 and Qwen do."""
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Mistral: a space before the text, merges across spaces, bytes for what is unknown."""
+    """Tokenize as Mistral: a leading space, merges across spaces, bytes for unknown text."""
     found = Tokenizer(models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     found.decoder = decoders.Sequence(
@@ -56,7 +56,7 @@ def metaspace() -> Tokenizer:
 
 
 def prepending() -> Tokenizer:
-    """As Llama 2: spaces are replaced, and one put in front, by normalisation."""
+    """Tokenize as Llama 2: normalisation replaces spaces, and puts one in front."""
     found = metaspace()
     found.pre_tokenizer = None
     found.normalizer = normalizers.Sequence(
@@ -66,7 +66,7 @@ def prepending() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5: special tokens are pieces, which text can reach; letters of full width are packed."""
+    """Tokenize as T5: text can reach special tokens, and full-width letters are normalised."""
     pieces = [(name, 0.0) for name in SPECIAL] + [("▁", -2.0)]
     words = sorted({word for line in CORPUS for word in line.split()})
     pieces += [("▁" + word, -6.0) for word in words] + [(letter, -9.0) for letter in LETTERS]
@@ -78,7 +78,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT: lower case, without accents; names of special tokens are words."""
+    """Tokenize as BERT: lower case, without accents; names of special tokens are words."""
     found = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     found.normalizer = normalizers.BertNormalizer(lowercase=True)
     found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -88,7 +88,7 @@ def word_piece() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """A word is what stands between spaces, also if it is a special token's name."""
+    """Split at spaces: a special token's name between spaces is a word, too."""
     names = [*SPECIAL, *"abcdefghijklmnopqrstuvwxyz<>|/_", "hello", "block", "user"]
     found = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, UNKNOWN))
     found.normalizer = normalizers.Replace(Regex("~"), "")
@@ -103,7 +103,7 @@ KINDS = (*FAST, "slow")
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerBase:
-    """One of KINDS, with the same special tokens and the same chat template."""
+    """Make a tokenizer of one of KINDS, with the same special tokens and chat template."""
     names = {"unk_token": UNKNOWN, "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     if kind == "slow":
         found: PreTrainedTokenizerBase = Slow(**names)
@@ -116,7 +116,7 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerBase:
 
 
 def framing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """By itself it puts its begin token before each text, and its end token behind."""
+    """Make the tokenizer put its begin token before each text, and its end token behind."""
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}",
         special_tokens=[(BOS, tokenizer.bos_token_id), (EOS, tokenizer.eos_token_id)],
@@ -125,7 +125,7 @@ def framing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 
 
 class Slow(PreTrainedTokenizer):
-    """One in Python: a token a character."""
+    """A tokenizer in Python: one token per character."""
 
     vocab_files_names: Mapping[str, str] = {}
 

@@ -1,6 +1,6 @@
 """Chat templates as families of models have them: how they write tools, calls and results.
 
-Each is written anew, as short as it can be, with the quirks of its family.
+Each is rewritten as short as possible, with the quirks of its family.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Family:
     Attributes:
         template: its chat template.
         special: its special tokens, beside those of the tokenizer.
-        ends: those that end answers.
-        call_format: the format of calls that is to be found.
+        ends: the tokens that end answers.
+        call_format: the format of calls that has to be detected.
         marks: tokens of the format.
-        added: tokens that are added and not special.
+        added: tokens that are added but not special.
         writes_tools: whether its template writes tools, and calls that are read.
         several: whether it writes several calls in one message.
     """
@@ -42,7 +42,7 @@ class Family:
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerBase:
-    """A small tokenizer that has a family's tokens and template."""
+    """Return a small tokenizer with a family's tokens and template."""
     found = make_tokenizer("byte_level")
     found.add_special_tokens(
         {"extra_special_tokens": [*found.extra_special_tokens, *family.special]}
@@ -53,7 +53,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerBase:
 
 
 def text_of(family: Family) -> TurnText:
-    """What encodes the turns of a family's model, tried out."""
+    """Return the turn encoder of a family's model, tried out on its template."""
     tokenizer = tokenizer_of(family)
     text = TurnText(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(family.ends))))
     text.try_out()
@@ -61,7 +61,7 @@ def text_of(family: Family) -> TurnText:
 
 
 def chatml(call: str, demands: str = "", prompt: str = "", before_last: str = "") -> str:
-    """Frames of ChatML; tools in the system message, results grouped in a user's."""
+    """Build a ChatML template: tools in the system message, results grouped in a user's."""
     alone = "{% if loop.last %}" + before_last + "{% endif %}" if before_last else ""
     return (
         "{% if tools or messages[0].role == 'system' %}<|im_start|>system" + NL + ""
@@ -176,7 +176,7 @@ def deepseek(
     *,
     prompts_after_results: bool = True,
 ) -> str:
-    """Messages with no frames but a token before each."""
+    """Build a template without frames: one token before each message."""
     silent = "" if prompts_after_results else " and messages[-1].role != 'tool'"
     return (
         "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
@@ -249,8 +249,8 @@ GEMMA = (
 )
 
 
-def bracketed(*names: str) -> tuple[str, ...]:
-    """Opening and closing marks of some names."""
+def bracket_marks(*names: str) -> tuple[str, ...]:
+    """Return opening and closing marks of some names."""
     return tuple(f"[{mark}{name}]" for name in names for mark in ("", "/"))
 
 
@@ -286,7 +286,7 @@ FAMILIES = {
     ),
     "mistral": Family(
         MISTRAL,
-        (*bracketed("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS"), "[TOOL_CALLS]"),
+        (*bracket_marks("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS"), "[TOOL_CALLS]"),
         ("</s>",),
         "mistral",
         ("[TOOL_CALLS]",),
@@ -294,7 +294,7 @@ FAMILIES = {
     "mistral_named": Family(
         MISTRAL_NAMED,
         (
-            *bracketed("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS"),
+            *bracket_marks("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS"),
             *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
         ("</s>",),
@@ -304,7 +304,7 @@ FAMILIES = {
     "mistral_thinking": Family(
         MISTRAL_NAMED + "{# [THINK]…[/THINK] #}",
         (
-            *bracketed("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK"),
+            *bracket_marks("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK"),
             *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         ),
         ("</s>",),

@@ -1,15 +1,15 @@
-"""Counts what a turn goes through until its history is loaded: modules, functions, returns.
+"""Counts the modules, functions and returns that a turn passes until its history is loaded.
 
     python -m tests.traced_turn [--verbose]
 
 Both processes run as they are, on the demo's model, with a profile function in each of their
-threads. A session's first turn is computed and stored, its second one is traced: in kvd what the
-calls of PrepareLoad and CompleteLoad run, in the service all that runs from the call of SubmitTurn
-until kvd has answered CompleteLoad. What is counted:
+threads. A session's first turn is computed and stored, its second one is traced: in kvd the code
+that PrepareLoad and CompleteLoad run, in the service all code from the call of SubmitTurn until kvd
+has answered CompleteLoad. It counts
 
-- modules: files of ours that are entered (generated stubs are not ours);
-- functions: of these;
-- returns: calls that go back to a module that was left before, so that a reader has to as well.
+- modules: files of this project that are entered (without generated stubs);
+- functions of these modules;
+- returns: calls into a module that was left before, to which a reader has to return as well.
 """
 
 import argparse
@@ -54,12 +54,12 @@ class Trace:
         self._tasks: set[object] | None = set() if is_of_tasks else None
         self._lock = threading.RLock()  # signals come while the main thread has it, too
         self._calls: list[Call] = []
-        self._frames: set[FrameType] = set()  # a coroutine that goes on is no new call
+        self._frames: set[FrameType] = set()  # a coroutine that resumes is no new call
         self._is_on = False
         self._end = 0
 
     def install(self) -> None:
-        """Watch every thread from now on. SIGUSR1 forgets what was seen, SIGUSR2 writes it."""
+        """Watch every thread from now on. SIGUSR1 clears the trace, SIGUSR2 writes it."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forget())
         signal.signal(signal.SIGUSR2, lambda *_: self._write())
         threading.setprofile(self._see)
@@ -107,7 +107,7 @@ def _current_task() -> object:
 
 
 def run_traced(command: str, path: Path, arguments: Sequence[str]) -> None:
-    """Become the command, traced."""
+    """Run the command in this process, traced."""
     Trace(*SPANS[command], path).install()
     script = shutil.which(command, path=Path(sys.executable).parent)
     assert script is not None, f"{command} is not installed"
@@ -202,6 +202,7 @@ def _start(
 
 
 def _await_serving(address: str) -> None:
+    """Wait until the process serves."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -214,7 +215,7 @@ def _await_serving(address: str) -> None:
 
 
 def _await_saved(stub: Any) -> None:
-    """Wait until kvd has the first turn: two looks that count the same saved tokens."""
+    """Wait until kvd has the first turn: two polls with the same number of saved tokens."""
     from shared.pb.inference.v1 import inference_pb2 as pb
 
     deadline, before = time.monotonic() + SAVED_S, -1

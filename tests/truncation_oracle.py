@@ -1,11 +1,11 @@
 """The judge of sessions whose contexts lost tokens: the stock model, fed by hand.
 
 Rows of keys before RoPE and of values are taken from the stock model's own projections. Before each
-forward the keys of the context are embedded, by the model's own rotary module, at the positions
-that they have now: a discard only takes rows away. Everything is teacher-forced over the session as
-the service recorded it: its tokens, its discards, and how much of each history was reused: what was
-not is computed anew over the rows that were. What was kept behind an edit is rows of the session
-that it was taken from, as these were there.
+forward the keys of the context are embedded, by the model's own rotary module, at their present
+positions: a discard only removes rows. Everything is teacher-forced over the session as
+the service recorded it: its tokens, its discards, and how much of each history was reused: the rest
+is computed anew over the reused rows. Tokens kept behind an edit have the rows of the session that
+they were taken from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass
 class Rows:
-    """What is kept of a context: its tokens, and of the first ones keys before RoPE and values.
+    """The kept part of a context: its tokens, and the first ones' keys before RoPE and values.
 
     `keys`, `values`: per layer [rows, kv_heads * head_dim].
     """
@@ -37,16 +37,16 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model was fed."""
+        """Return the number of tokens that the model was fed."""
         return self.keys[0].shape[0]
 
     def cut(self, num_rows: int) -> None:
-        """Forget the later rows; their tokens stay."""
+        """Drop the later rows; their tokens stay."""
         self.keys = [rows[:num_rows] for rows in self.keys]
         self.values = [rows[:num_rows] for rows in self.values]
 
     def discard(self, ranges: Ranges) -> None:
-        """Take tokens away, and their rows."""
+        """Remove tokens and their rows."""
         gone = {position for start, end in ranges for position in range(start, end)}
         kept = [at for at in range(len(self.token_ids)) if at not in gone]
         kept_rows = torch.tensor([at for at in kept if at < self.num_rows], dtype=torch.long)
@@ -81,7 +81,7 @@ class TruncationOracle:
         coupled: bool = False,
         sources: Mapping[str, Rows] = MappingProxyType({}),
     ) -> Verdict:
-        """Judge a session that was read with its turns; `coupled`: a discard voids what follows."""
+        """Judge a session read with its turns; `coupled`: a discard voids all that follows."""
         _, gaps = self.followed(session, coupled=coupled, sources=sources)
         differing = tuple(index for index, gap in enumerate(gaps) if gap >= TIE_GAP)
         return Verdict(len(gaps), sum(0 < gap < TIE_GAP for gap in gaps), differing)
@@ -94,9 +94,9 @@ class TruncationOracle:
         coupled: bool = False,
         sources: Mapping[str, Rows] = MappingProxyType({}),
     ) -> tuple[Rows, list[float]]:
-        """Feed a session; returns its rows, and how far each token answered is from the best one.
+        """Feed a session; return its rows, and each answered token's distance from the best one.
 
-        `sources`: rows of the sessions that something was kept of.
+        `sources`: rows of the sessions from which tokens were kept.
         """
         empty = [torch.zeros(0, self._heads_shape[0] * self._heads_shape[1])]
         num_layers = len(self._model.model.layers)
@@ -117,7 +117,7 @@ class TruncationOracle:
         coupled: bool,
         sources: Mapping[str, Rows],
     ) -> list[float]:
-        """How far each token of a turn's answer is from the best one."""
+        """Return the distance of each token of a turn's answer from the best one."""
         discards = _discards(session, turn.turn)
         while discards and not discards[0].after_tokens:
             _apply(rows, discards.pop(0), coupled)
@@ -139,7 +139,7 @@ class TruncationOracle:
         return gaps
 
     def _answer(self, rows: Rows, output_ids: Sequence[int]) -> list[float]:
-        """Feed all but the last of these tokens, and what was not fed before; return their gaps."""
+        """Feed all but the last of these tokens, behind any not fed before; return their gaps."""
         new_ids = [*rows.token_ids[rows.num_rows :], *output_ids[:-1]]
         rows.token_ids += output_ids
         logits = self._feed(rows, new_ids)[-len(output_ids) :]  # [output_ids, vocab]
@@ -148,7 +148,7 @@ class TruncationOracle:
         return gaps
 
     def _feed(self, rows: Rows, new_ids: Sequence[int]) -> Tensor:
-        """Compute rows of the next tokens over those there are; returns [new_ids, vocab]."""
+        """Compute rows of the next tokens over the existing ones; return [new_ids, vocab]."""
         start = rows.num_rows
         if not new_ids:
             return torch.zeros(0, self._model.config.vocab_size)
@@ -166,7 +166,7 @@ class TruncationOracle:
         return logits
 
     def _cache(self, rows: Rows) -> DynamicCache:
-        """The context's rows as the stock model caches them, at the positions they have now."""
+        """Return the context's rows as the stock model caches them, at their present positions."""
         cache = DynamicCache()
         if not rows.num_rows:
             return cache

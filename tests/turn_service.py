@@ -1,4 +1,4 @@
-"""A service without doors over a real engine: turns that are submitted, answered and recorded."""
+"""A service without network APIs over a real engine: turns are submitted, answered and recorded."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ NO_SINKS = OverflowPolicy(sink_tokens=0)
 
 
 class Service:
-    """A service without doors: turns, their runner, an engine, and what is said of them."""
+    """A service without network APIs: turns, their runner, an engine, and their metrics."""
 
     def __init__(self, engine, model, directory, limits, calls=None):
         self.engine, self.counters = engine, engine.counters
@@ -74,22 +74,22 @@ class Service:
         )
 
     async def run(self, token_ids, max_tokens=8, **fields):
-        """One turn to its end; returns its events."""
-        turn = await self.turns.submit(asked(token_ids, max_tokens, **fields))
+        """Run one turn to its end; return its events."""
+        turn = await self.turns.submit(make_turn(token_ids, max_tokens, **fields))
         return [event async for event in turn.follow()]
 
     async def transcript(self):
         return (await self.turns.sessions.get(KEY))[0]
 
     async def counts(self, *names):
-        """Some counts, once nothing is under way."""
+        """Return some counts, once no turn is active."""
         await self.turns.idle.wait()
         snapshot = self.counters.snapshot()
         return tuple(snapshot[name] for name in names)
 
 
-def asked(token_ids, max_tokens=8, request_id="", **fields):
-    """A turn of these tokens whose answer is as long as it may be."""
+def make_turn(token_ids, max_tokens=8, request_id="", **fields):
+    """Make a turn of these tokens whose answer is as long as possible."""
     token_ids = tuple(token_ids)
     given = {
         "key": KEY,
@@ -109,7 +109,7 @@ def asked(token_ids, max_tokens=8, request_id="", **fields):
 
 @asynccontextmanager
 async def serving(model, directory, limits=LIMITS, calls=None, **engine_limits):
-    """A service that runs; with calls to a store that it shares with others, if there are any."""
+    """Run a service; with shared transcripts if a store's calls are given."""
     async with running_engine(model, **engine_limits) as engine:
         service = Service(engine, model, directory, limits, calls)
         running = asyncio.create_task(service.turns.run())
@@ -128,14 +128,14 @@ def token_ids_of(events):
 
 
 async def failure_of(turn):
-    """The error in the place of its last event."""
+    """Return the error in a stream's last event."""
     with pytest.raises(ReportedError) as caught:
         _ = [event async for event in turn.follow()]
     return caught.value
 
 
 async def first_token(turn):
-    """Its events up to the first token, and the others to come."""
+    """Return the events up to the first token, and the rest of the stream."""
     events = turn.follow()
     async for event in events:
         if isinstance(event, Tokens):
@@ -144,7 +144,7 @@ async def first_token(turn):
 
 
 async def until(is_so):
-    """Wait for what has no event; the loop goes on."""
+    """Poll for a condition that has no event; the event loop runs meanwhile."""
     async with asyncio.timeout(60):
         while not is_so():
             await asyncio.to_thread(time.sleep, 0.001)

@@ -1,6 +1,6 @@
-"""What benches and the demo start as their children, forked with its imports done.
+"""Children of benches and of the demo, forked from a process with its imports done.
 
-They start them as `shared.children.child_process` does; here it is asked for a fork instead.
+They start their children with `shared.children.child_process`; here that forks instead.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,7 @@ from tests.warm_python import WarmPython
 
 @contextmanager
 def warm_children(kvd: WarmPython = KVD, service: WarmPython = SERVICE) -> Iterator[None]:
-    """Have the children of this process forked, inside the block.
-
-    Args:
-        kvd: forks those that run a module of kvd.
-        service: forks the others.
-    """
+    """Fork this process's children, inside the block, from processes with their imports done."""
 
     def spawn(child: ChildProcess, log: int) -> Spawned:
         module, *arguments = map(str, child._arguments)

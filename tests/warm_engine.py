@@ -1,4 +1,4 @@
-"""A driven engine (tests/driven_engine.py) that begins with its imports done."""
+"""A driven engine (tests/driven_engine.py) that starts with its imports done."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from tests.warm_python import WarmProcess, wait_ended
 
 
 class WarmEngine:
-    """Such a process, forked with its imports done."""
+    """Such a process, forked from one with its imports done."""
 
     def __init__(
         self, process: WarmProcess, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader
@@ -26,17 +26,17 @@ class WarmEngine:
         self.send_signal = process.send_signal
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Kill it with SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait until it ends; return its exit code."""
         return await wait_ended(self._process)
 
 
 @asynccontextmanager
 async def driven_engine(runtime_dir: Path) -> AsyncIterator[DrivenEngine]:
-    """One that is attached. It may be killed meanwhile."""
+    """Run an engine that is attached. It may be killed meanwhile."""
     ours, theirs = socket.socketpair()
     with theirs:
         arguments = [str(runtime_dir), ANSWER_BACK]

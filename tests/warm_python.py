@@ -1,11 +1,11 @@
-"""Python processes that begin with their imports done: forked from one that has done them.
+"""Python processes that start with their imports done: forks of a process that has done them.
 
-Importing torch and transformers takes a service seconds, and tests start dozens. What runs in the
-fork is what `python -m MODULE` runs, in a process, a session and an environment of its own.
+Importing torch and transformers takes a service seconds, and tests start dozens. The fork runs
+what `python -m MODULE` runs, in its own process, session and environment.
 
-`WarmPython` is the side of the tests; `main` that of the process which forks. One connection is one
+`WarmPython` is the side of the tests; `main` runs in the process that forks. One connection is one
 child: its request goes in, pid and then exit code come out. A child that has ended is reaped when
-its connection is closed, so that its pid means nobody else until then.
+its connection is closed, so that its pid is not reused until then.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MAX_REQUEST = 1 << 20
 
 
 class WarmProcess:
-    """A child of the forking process, as its tests see it; the part of Popen that they use."""
+    """A child of the forking process; offers the part of Popen that the tests use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -38,11 +38,11 @@ class WarmProcess:
 
     @property
     def returncode(self) -> int | None:
-        """As poll() finds it."""
+        """Return the exit code that poll() finds."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit code if it has ended; negative: the signal."""
+        """Return the exit code if it has ended; negative: the signal."""
         if self._code is None:
             self._connection.setblocking(False)
             try:
@@ -52,7 +52,7 @@ class WarmProcess:
         return self._code
 
     def wait(self) -> int:
-        """Wait for its end; blocks."""
+        """Wait until it ends; blocks."""
         if self._code is None:
             self._ended(self._receive())
         assert self._code is not None
@@ -78,7 +78,7 @@ class WarmPython:
 
     Args:
         imports: modules that it imports before it forks.
-        lent: descriptor that another test process has lent us: its forking process is used.
+        lent: descriptor from another test process, whose forking process is then used.
     """
 
     def __init__(self, *imports: str, lent: int | None = None) -> None:
@@ -87,7 +87,7 @@ class WarmPython:
         self._process: subprocess.Popen[bytes] | None = None
 
     def lent(self) -> int:
-        """Descriptor for a child of ours, to have forked, too."""
+        """Return the descriptor that lets a child process use this forking process, too."""
         return self._started().fileno()
 
     def spawn(
@@ -103,9 +103,9 @@ class WarmPython:
         Args:
             module: its `main()` is called.
             arguments: of the command line.
-            environ: its whole environment.
+            environ: its complete environment.
             output: descriptor for stdout and stderr.
-            commands: descriptor for stdin, by which it may answer, too; None: it is told nothing.
+            commands: descriptor for stdin, over which it may answer, too; None: no stdin.
         """
         listening = self._started()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -140,7 +140,7 @@ AnyProcess: TypeAlias = WarmProcess | subprocess.Popen[bytes]
 
 
 async def wait_ended(process: AnyProcess) -> int:
-    """Wait for the end of a process without blocking the loop."""
+    """Wait until a process ends, without blocking the loop."""
     if process.poll() is None:
         has_ended, loop = asyncio.Event(), asyncio.get_running_loop()
         pidfd = os.pidfd_open(process.pid)
@@ -164,12 +164,12 @@ class _Children:
         self._running: set[int] = set()
 
     def end(self) -> None:
-        """Leave nothing behind when the tests are gone, however they went."""
+        """Kill all children when the tests' process has ended in any way."""
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
 
     def add(self, pid: int, connection: socket.socket) -> None:
-        """Tell of a child's pid now, and of its end later."""
+        """Report a child's pid now, and its end later."""
         connection.send(str(pid).encode())
         self._running.add(pid)
         pidfd = os.pidfd_open(pid)
@@ -186,7 +186,7 @@ class _Children:
         if connection.fileno() < 0:
             os.waitpid(pid, 0)
             return
-        with contextlib.suppress(BrokenPipeError):  # nobody asks; _left comes next
+        with contextlib.suppress(BrokenPipeError):  # no client waits; `_left` is called next
             connection.send(str(code).encode())
 
     def _left(self, pid: int, connection: socket.socket) -> None:
@@ -198,11 +198,11 @@ class _Children:
 def main() -> None:
     """Import, then fork for each request, until the requests end."""
     requests = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process handles Ctrl-C
     gc.disable()
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    gc.freeze()  # what is imported stays: a child's collections need not copy its pages
+    gc.freeze()  # imported objects stay: a child's collections need not copy their pages
     gc.enable()
     children = _Children()
     children.selector.register(requests, selectors.EVENT_READ, None)
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def _run(packet: bytes, output: int, commands: int | None = None) -> None:
-    """Become the module's command; does not return."""
+    """Become the module's command; do not return."""
     module, arguments, environ, directory = json.loads(packet)
     os.setsid()
     os.chdir(directory)

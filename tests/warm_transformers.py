@@ -1,7 +1,7 @@
-"""Has Transformers do what it does once in a process, before services are forked from this one.
+"""Makes Transformers do its once-per-process work before services are forked from this process.
 
-At the first model that it loads it compiles the patterns of the names of all models' weights, which
-would be most of a tiny model's start.
+When it loads its first model it compiles the patterns of all models' weight names, which would be
+most of a tiny model's start.
 """
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping

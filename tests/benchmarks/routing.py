@@ -26,11 +26,11 @@ def main() -> None:
     """Measure, and print a row for each number of servers."""
     print(f"{'servers':>8}{'session':>12}{'no session':>12}{'report':>12}{'one goes':>12}")
     for number in NUMBERS:
-        found = "".join(f"{micros:>9,.0f} µs" for micros in measured(number))
+        found = "".join(f"{micros:>9,.0f} µs" for micros in measure(number))
         print(f"{number:>8,}{found}")
 
 
-def measured(num_servers: int) -> tuple[float, ...]:
+def measure(num_servers: int) -> tuple[float, ...]:
     """Return the medians, in µs."""
     servers = [f"10.0.{number // 250}.{number % 250}:7430" for number in range(num_servers)]
     router = SessionRouter(seed=0)
@@ -38,7 +38,7 @@ def measured(num_servers: int) -> tuple[float, ...]:
     for server in servers:
         router.report(server, REPORT)
     names, busy = cycle(SESSIONS), cycle(servers)
-    reports = cycle(replace(REPORT, sessions=held(change)) for change in (0, 1))
+    reports = cycle(replace(REPORT, sessions=session_report(change)) for change in (0, 1))
 
     def turn(session: str | None) -> None:
         server = router.choose(session).server
@@ -46,23 +46,23 @@ def measured(num_servers: int) -> tuple[float, ...]:
         router.on_end(server, session, 1000)
 
     return (
-        timed(lambda: turn(next(names)), len(SESSIONS)),
-        timed(lambda: turn(None), 2000),
-        timed(lambda: router.report(next(busy), next(reports)), 2 * num_servers + 2),
-        timed(lambda: router.set_servers(servers[1:]), 1),
+        median_us(lambda: turn(next(names)), len(SESSIONS)),
+        median_us(lambda: turn(None), 2000),
+        median_us(lambda: router.report(next(busy), next(reports)), 2 * num_servers + 2),
+        median_us(lambda: router.set_servers(servers[1:]), 1),
     )
 
 
-def held(change: int) -> dict[int, int]:
-    """Return what a report says of sessions, of which a tenth is one of two values."""
+def session_report(change: int) -> dict[int, int]:
+    """Return a report's sessions, of which a tenth alternates between two values."""
     return {
         name_hash(name): 900 + change * (index % 10 == 0)
         for index, name in enumerate(SESSIONS[:REPORTED])
     }
 
 
-def timed(work: Callable[[], None], times: int) -> float:
-    """Return the median time of some work, in µs."""
+def median_us(work: Callable[[], None], times: int) -> float:
+    """Return the median time of a function, in µs."""
     taken = []
     for _ in range(times):
         began = perf_counter()

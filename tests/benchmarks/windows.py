@@ -1,12 +1,12 @@
-"""What windows save: a session of 16K tokens, of whose six layers five attend to the last 1,024.
+"""What windows save: a session of 16K tokens; five of six layers attend to the last 1,024.
 
-    python -m tests.benchmarks.windows
+python -m tests.benchmarks.windows
 
-The real pair serves a random model of Gemma 3's layers (five in six have a window), first with
-`cache.windows` off, then on. A session grows by turns; what kvd has of it at the end, what its last
-turns load, and their time to the first token are printed, and the ratios. So is what the engine's
-memory holds of a session, and how many such sessions stay there; `--pages`: that alone, on pages,
-and of a model of Gemma 4's layers, too: those that attend to all have rows twice as long.
+The real pair serves a random model of Gemma 3's layers (five in six have a window), with
+`cache.windows` off, then on. A session grows by turns; its bytes in kvd at the end, the bytes that
+its last turns load, and their time to the first token are printed, with the ratios. So are the
+engine's memory per session, and how many such sessions fit; `--pages`: this alone, on pages, and
+also for a model of Gemma 4's layers: those that attend to all have rows twice as long.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ WINDOW, LAYERS, KV_HEADS, HEAD_DIM = 1024, 6, 4, 64
 LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 4  # of a token
 TURN_TOKENS, TURNS = 1000, 16
 LAST = 5  # short turns that are timed
-KV_TOKENS, SESSIONS = 40_000, 12  # more than stay
+KV_TOKENS, SESSIONS = 40_000, 12  # more than fit
 ON_PAGES = "--pages"
 GEMMA_3, GEMMA_4 = "Gemma 3's layers", "Gemma 4's layers"
 TOKEN_BYTES = {GEMMA_3: LAYERS * LAYER_BYTES, GEMMA_4: (LAYERS + 1) * LAYER_BYTES}
@@ -73,7 +73,7 @@ def build(directory: Path, name: str = GEMMA_3) -> Path:
 
 
 def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
-    """Return a pair whose service keeps nothing in memory, unless a flag says so."""
+    """Return a pair whose service keeps nothing in memory, unless a flag sets it."""
     directory.mkdir()
     settings = directory / "settings.toml"
     lines = ["[cache]", f"windows = {str(windows).lower()}"]
@@ -84,7 +84,7 @@ def _pair(model: Path, directory: Path, *flags: str, windows: bool) -> Pair:
 
 
 async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, float]:
-    """Grow one session, and return what it takes."""
+    """Grow one session, and return its measurements."""
     pair = _pair(model, directory, windows=windows)
     async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "2GB"):
         for _ in range(TURNS):
@@ -112,7 +112,7 @@ async def measure(model: Path, directory: Path, *, windows: bool) -> dict[str, f
 async def measure_memory(
     model: Path, directory: Path, *, windows: bool, token_bytes: int
 ) -> dict[str, float]:
-    """Keep sessions of as many tokens in memory, and return what they take."""
+    """Keep sessions of as many tokens in memory, and return their size."""
     pair = _pair(model, directory, "--residents", windows=windows)
     async with pair.service, pair.with_kvd("--dram", "1GB", "--ssd", "4GB"):
         await pair.say("0", TURN_TOKENS * TURNS)
@@ -155,7 +155,7 @@ async def compare(name: str) -> None:
 
 
 async def main() -> None:
-    """Measure all that is asked for."""
+    """Measure all that is requested."""
     for name in (GEMMA_3, GEMMA_4) if ON_PAGES in sys.argv else (GEMMA_3,):
         await compare(name)
 

@@ -1,8 +1,8 @@
-"""What every command prints, at 80 and 120 columns and in a pipe: python -m tests.cli.captures.
+"""The output of every command, at 80 and 120 columns and in a pipe: python -m tests.cli.captures.
 
-Run it after any change of what a command shows, and look at the difference; a test compares. The
-help of each command is there by itself; what one shows is added here, or to fixed_views.py if it
-takes long or looks at the machine.
+Run it after any change of a command's output, and check the difference; a test compares. The
+help of each command is captured automatically; other output is added here, or to fixed_views.py if
+it takes long or depends on the machine.
 """
 
 import io
@@ -41,17 +41,17 @@ KVD_CONFIG = """\
 [sessions]
 default_ttl = "7d"
 """
-HOME = "/home/ada"  # stands in captures where there was a directory of the capture's own
+HOME = "/home/ada"  # replaces the capture's own directory in its output
 
 
 PROGRAMS = {"kvd": kvd.cli.main, "inference-svc": inference_svc.cli.main}
-# How a program is told where the daemons of captures are.
+# How a program gets the address of the captures' daemons.
 PLACES = {"kvd": ("--runtime-dir", "{directory}"), "inference-svc": ("--address", "{socket}")}
-TYPED = b"What does a lighthouse keeper count?\n\n"  # by whoever sits in front of a command
+TYPED = b"What does a lighthouse keeper count?\n\n"  # by people at a terminal
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command of both programs that help shows, groups too, by its words."""
+    """Return every visible command of both programs, groups too, by its words."""
     for name, program in PROGRAMS.items():
         yield from _inside(program.root_command(), (name,))
 
@@ -112,7 +112,7 @@ COMMANDS: dict[str, str | Callable[[], None]] = {
     "inference-svc-status-json": "inference-svc status --json",
     **VIEWS,
 }
-# What is pasted elsewhere or read by programs has the lines that it has.
+# Output that is pasted elsewhere or read by programs is not wrapped.
 OF_ANY_WIDTH = ("-json", "-token", "-completion")
 CAPTURES = [
     (name, kind)
@@ -120,7 +120,7 @@ CAPTURES = [
     for kind in KINDS
     if kind != "pipe" or name not in ONLY_ON_TERMINALS
 ]
-# They run until they are ended, and what they write is a log, or where both of these are.
+# They run until they are ended, and their output is a log, or is captured elsewhere.
 SHOW_A_LOG = frozenset(
     {"kvd-serve", "kvd-remote-follow", "inference-svc-serve", "inference-svc-up"}
 )
@@ -128,14 +128,14 @@ _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Terminal(io.TextIOWrapper):
-    """Where a command believes that a person looks."""
+    """A stream that a command takes for a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 class _Keyboard(_Terminal):
-    """What a person types: it is echoed."""
+    """Typed input, which is echoed."""
 
     def readline(self, size: int = -1) -> str:
         line = super().readline(size)
@@ -144,12 +144,12 @@ class _Keyboard(_Terminal):
 
 
 def capture(name: str, kind: str, directory: Path) -> str:
-    """What a command shows.
+    """Return a command's output.
 
     Args:
         name: one of COMMANDS.
         kind: of KINDS: the terminal's width, or a pipe.
-        directory: of the daemon that answers, see `prepared`.
+        directory: the answering daemon's, see `prepared`.
     """
     command, width = COMMANDS[name], KINDS[kind]
     kept = io.BytesIO()
@@ -182,7 +182,7 @@ def _run(line: str, directory: Path) -> None:
 
 
 def _options(program: str, words: Sequence[str]) -> set[str]:
-    """Options of the command that is called."""
+    """Return the options of the command that is called."""
     command: Any = PROGRAMS[program].root_command()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
@@ -190,8 +190,8 @@ def _options(program: str, words: Sequence[str]) -> set[str]:
 
 
 @contextmanager
-def prepared(directory: Path) -> Iterator[Path]:
-    """A directory with what captures need, while daemons answer in it."""
+def capture_directory(directory: Path) -> Iterator[Path]:
+    """Prepare a directory for captures, and run its daemons inside the block."""
     (directory / "settings.toml").write_text(CONFIG, encoding="utf-8")
     (directory / "kvd.toml").write_text(KVD_CONFIG, encoding="utf-8")
     (directory / "conversation-17.kvd").write_bytes(SESSION_FILE)
@@ -205,7 +205,7 @@ def prepared(directory: Path) -> Iterator[Path]:
 
 
 def _push(directory: Path, store: Path) -> None:
-    """Have a session in a store, pushed two days ago."""
+    """Put a session into a store, pushed two days ago."""
     with redirect_stdout(io.StringIO()), suppress(SystemExit):
         words = ("push", "conversation-17", "--to", f"file://{store}", "--runtime-dir", directory)
         kvd.cli.main.main([str(word) for word in words])
@@ -216,7 +216,7 @@ def _push(directory: Path, store: Path) -> None:
 
 @contextmanager
 def _surroundings(program: str, width: int | None, home: Path) -> Iterator[None]:
-    """Environment, name and time zone of a command, wherever the tests run."""
+    """Set environment, name and time zone of a command, wherever the tests run."""
     environ = {"TERM": "xterm", "TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "COLUMNS": str(width or 80)}
     environ["HOME"] = str(home)
     foreign = ("KVD_", "INFERENCE_", "XDG_")
@@ -234,13 +234,13 @@ def _surroundings(program: str, width: int | None, home: Path) -> Iterator[None]
 
 
 def golden_path(name: str, kind: str) -> Path:
-    """Where a capture is kept."""
+    """Return the path of a capture."""
     return GOLDEN / f"{name}.{kind}.txt"
 
 
 def main() -> None:
-    """Write every capture; those of commands that are gone go."""
-    with tempfile.TemporaryDirectory() as made, prepared(Path(made)) as directory:
+    """Write every capture, and remove those of removed commands."""
+    with tempfile.TemporaryDirectory() as made, capture_directory(Path(made)) as directory:
         texts = {golden_path(name, kind): capture(name, kind, directory) for name, kind in CAPTURES}
     for old in GOLDEN.glob("*.txt"):
         old.unlink()

@@ -1,4 +1,4 @@
-"""A kvd and a service that always answer the same, over real sockets."""
+"""A kvd and a service with fixed answers, over real sockets."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -391,7 +391,7 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
 @contextmanager
 def answering(directory: Path) -> Iterator[None]:
-    """Let all of them listen at one socket, kvd's operators', in a directory."""
+    """Serve all of them at one socket, kvd's operators', in a directory."""
     server = grpc.server(ThreadPoolExecutor(2))
     kvd_pb2_grpc.add_ReaderServicer_to_server(Reader(), server)
     kvd_pb2_grpc.add_OperatorServicer_to_server(Operator(), server)

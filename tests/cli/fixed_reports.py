@@ -1,4 +1,4 @@
-"""Reports of figures that are always the same, as large as figures become."""
+"""Reports with fixed figures, as large as real ones can be."""
 
 from inference_svc.bench import figures as engine
 from inference_svc.demo.report import TurnFacts
@@ -50,7 +50,7 @@ KVD_BENCH = kvd.Report(
 )
 
 
-def _measured(variant: str, ttft_s: float) -> engine.Measured:
+def _make_measured(variant: str, ttft_s: float) -> engine.Measured:
     def around(value: float) -> Spread:
         return Spread(0.9 * value, value, 1.1 * value)
 
@@ -78,10 +78,10 @@ ENGINE_BENCH = engine.Report(
             "history 896, new 104",
             {"history_tokens": 896, "new_tokens": 104},
             (
-                _measured("resident", 0.41),
-                _measured("dram", 0.43),
-                _measured("ssd, read ahead", 0.44),
-                _measured("recomputed", 3.4),
+                _make_measured("resident", 0.41),
+                _make_measured("dram", 0.43),
+                _make_measured("ssd, read ahead", 0.44),
+                _make_measured("recomputed", 3.4),
             ),
             (
                 engine.Ratio("dram / resident", "ttft_s", 15, Spread(1.01, 1.05, 1.1), at_most=1.1),
@@ -159,7 +159,7 @@ RETRIEVAL = quality.EvalReport(
 )
 
 
-def _edited(kind: str, mode: str, reused: float, off: float) -> quality.EditQuality:
+def _make_edit_quality(kind: str, mode: str, reused: float, off: float) -> quality.EditQuality:
     return quality.EditQuality(
         *(kind, mode, reused, _perplexity(31.4), _share(1 + off), _share(off), _share(1 - off)),
         *(_share(0.91), _share(0.87) if kind == "replace" else None, _share(off)),
@@ -175,7 +175,7 @@ EDITS = quality.EvalReport(
     quality.EditsReport(
         *("WikiText-2 (test)", 100, 512, False, 6400, 46_080, 7),
         tuple(
-            _edited(kind, *found)
+            _make_edit_quality(kind, *found)
             for kind in ("clear", "replace", "all")
             for found in (("exact", 0.0, 0.0), ("keep", 0.962, 0.02), ("heal:16", 0.911, 0.01))
         ),
@@ -213,7 +213,7 @@ DEMO = tuple(
 
 
 def planned() -> PlanReport:
-    """What `kvd plan` found for two capacities."""
+    """Return a fixed result of `kvd plan` for two capacities."""
     return plan(
         result("lru", 64, 1000, 0.353, 8.1, ttft_mean_s=0.41, queue_p99=190),
         result("predictive", 64, 1000, 0.4712, 7.2, ttft_mean_s=0.39, queue_p99=170),

@@ -1,4 +1,4 @@
-"""Screens and reports of commands that take long, or look at the machine, from fixed facts."""
+"""Screens and reports of slow or machine-dependent commands, from fixed facts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,11 +25,11 @@ from tests.cli import fixed_kvd, fixed_reports
 
 NUM_LOOKS = 60
 NOW_S = fixed_reports.FOLLOWER.unix_s + 2
-HEIGHTS = {80: 24, 120: 40}  # of terminals, by their width
+HEIGHTS = {80: 24, 120: 40}  # columns of terminals, by their lines
 
 
 def _tables(made: Callable[[int], Iterator[RenderableType]]) -> Callable[[], None]:
-    """A command that prints them one after the other."""
+    """Return a command that prints tables one after another."""
 
     def show() -> None:
         console = printing.console()
@@ -61,7 +61,7 @@ def _doctor() -> None:
 
 
 def _stats(number: int) -> kvd_pb2.GetStatsResponse:
-    """What kvd says at a look, two seconds after the one before."""
+    """Return kvd's statistics of a sample, two seconds after the previous one."""
     stats = kvd_pb2.GetStatsResponse()
     stats.CopyFrom(fixed_kvd.STATS)
     stats.process.uptime_s += 2 * number

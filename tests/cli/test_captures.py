@@ -1,4 +1,4 @@
-"""Commands show what was looked at and found good: tests/cli/golden has it."""
+"""Commands print the output in tests/cli/golden."""
 
 import pytest
 
@@ -12,29 +12,29 @@ from tests.cli.captures import (
     OF_ANY_WIDTH,
     SHOW_A_LOG,
     capture,
+    capture_directory,
     commands,
     golden_path,
-    prepared,
 )
 from tests.terminal import on_terminal
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Of daemons that always answer the same."""
-    with prepared(tmp_path_factory.mktemp("fixed")) as made:
+    """Return the directory of daemons with fixed answers."""
+    with capture_directory(tmp_path_factory.mktemp("fixed")) as made:
         yield made
 
 
 @pytest.mark.parametrize(("name", "kind"), CAPTURES)
-def test_a_command_shows_what_it_did(name, kind, directory):
-    """If it is to show something else: python -m tests.cli.captures, and look at the difference."""
+def test_a_commands_output_is_the_recorded_one(name, kind, directory):
+    """To change it, run python -m tests.cli.captures, and check the difference."""
     expected = golden_path(name, kind).read_text(encoding="utf-8")
     assert capture(name, kind, directory) == expected
 
 
 def test_a_service_is_watched_on_a_terminal(directory):
-    """Until q: how it goes, and a line for each rate."""
+    """Until q: the status, and a line for each rate."""
     at = f"unix:{directory / OPERATOR_SOCKET}"
     with on_terminal("top", "--address", at, module="inference_svc.cli.main") as terminal:
         terminal.until("smollm2-135m", "tokens/s", "q quits")
@@ -43,16 +43,16 @@ def test_a_service_is_watched_on_a_terminal(directory):
         assert terminal.echoes()
 
 
-def test_a_service_is_not_watched_in_a_pipe(directory, capsys):
-    """There is nobody to press q."""
+def test_a_service_cannot_be_watched_in_a_pipe(directory, capsys):
+    """Nobody could press q."""
     with pytest.raises(SystemExit) as ended:
         inference_svc(["top", "--address", f"unix:{directory / OPERATOR_SOCKET}"])
     assert ended.value.code == 2
     assert "status --json" in capsys.readouterr().err
 
 
-def test_each_command_shows_something():
-    """Besides its help: one of its own, or one of its group's."""
+def test_each_command_has_a_capture():
+    """Besides its help: its own, or one of its group."""
     shown = [name for name in COMMANDS if not name.endswith("-help")]
     for words, command in commands():
         if hasattr(command, "commands"):
@@ -62,14 +62,14 @@ def test_each_command_shows_something():
         assert has_own or group in shown or name in SHOW_A_LOG, name
 
 
-def test_each_capture_is_of_a_command():
-    """Each command's help has one; nothing is kept that nothing compares."""
+def test_each_capture_belongs_to_a_command():
+    """Each command's help has one; no capture is unused."""
     assert set(GOLDEN.iterdir()) == {golden_path(name, kind) for name, kind in CAPTURES}
 
 
 @pytest.mark.parametrize(("name", "kind"), CAPTURES)
-def test_a_pipe_has_no_width_and_a_terminal_has(name, kind):
-    """In a pipe nothing is cut off; on a terminal no line is longer than that is wide."""
+def test_only_a_terminal_limits_the_width(name, kind):
+    """In a pipe nothing is cut off; on a terminal no line is longer than its width."""
     text = golden_path(name, kind).read_text(encoding="utf-8")
     width = KINDS[kind]
     if width is None:

@@ -1,4 +1,4 @@
-"""A model for agents: it answers a question with a call of a tool, and the result with words."""
+"""A model for agents: it answers a question with a tool call, and the result with words."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from pathlib import Path
 from tests.scripted_model import build_scripted_model
 from tests.tool_templates import FAMILIES, Family, tokenizer_of
 
-ASKED, TOLD = "[ASKED]", "[TOLD]"  # before an answer: whether the one before it was no call
+ASKED, TOLD = "[ASKED]", "[TOLD]"  # before an answer: whether the previous one was not a call
 ANSWER = ("All of it ", "is kept.")
 WINDOW_TOKENS = 131_072  # agents' instructions are long, with a tokenizer as small as this one
-# As Mistral writes calls. What agents tell behind a question, or a result, changes nothing.
+# As Mistral writes calls. Text that agents append to a question or a result has no effect.
 TEMPLATE = (
     "{% set next = namespace(is='[ASKED]') %}{% for m in messages %}{% if m.role == 'system' %}"
     "[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% endif %}"
@@ -27,7 +27,7 @@ FAMILY = Family(TEMPLATE, (*_LIKE.special, ASKED, TOLD), _LIKE.ends, _LIKE.call_
 
 
 def build_calling_model(directory: Path, tool: str, arguments: Mapping[str, str]) -> Path:
-    """Write a model that calls a tool with these arguments, and then says ANSWER."""
+    """Write a model that calls a tool with these arguments, and then answers ANSWER."""
     tokenizer = tokenizer_of(FAMILY)
     answers = {
         ASKED: ("[TOOL_CALLS]", tool, "[ARGS]", json.dumps(arguments)),

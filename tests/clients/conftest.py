@@ -1,4 +1,4 @@
-"""What `make test-clients` has installed, and a pair with the demo model."""
+"""Fixtures for the installations of `make test-clients`, and a pair with the demo model."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ AGENTS = ENVIRONMENTS / "npm" / "node_modules" / ".bin"
 
 
 def libraries(name):
-    """The programs of an environment of Python: openai3 or openai2."""
+    """Return the programs of a Python environment: openai3 or openai2."""
     found = ENVIRONMENTS / name / "bin"
     assert found.is_dir(), (
         f"{found} is missing: run `make test-clients`, which installs the clients"
@@ -27,7 +27,7 @@ def libraries(name):
 
 @pytest.fixture
 def shell(tmp_path):
-    """Make a shell with the programs of a directory."""
+    """Return a factory of shells with the programs of a directory."""
 
     def make(programs, setting=""):
         return Shell(tmp_path, [programs], setting)
@@ -37,7 +37,7 @@ def shell(tmp_path):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(tmp_path_factory):
-    """The pair of all libraries."""
+    """Run the pair that all libraries share."""
     directory = tmp_path_factory.mktemp("pair")
     model = directory / MODEL
     shutil.copytree(SHIPPED_MODEL, model)

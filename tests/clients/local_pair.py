@@ -1,4 +1,4 @@
-"""The pair as `inference-svc serve --openai` has it for the programs of one machine."""
+"""A pair like `inference-svc serve --openai` for the programs of one machine."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,13 @@ TEMPERATURE = "[openai]\ntemperature = 0\n"
 
 
 class LocalPair:
-    """kvd and a service that needs no account; what a turn reuses is what kvd has of it.
+    """kvd and a service that needs no account; turns reuse only what kvd has.
 
     Args:
-        model_dir: its name is the model's.
-        directory: short (sockets lie in it).
+
+    model_dir: its name is the model's.
+
+    directory: short, for the socket paths.
     """
 
     def __init__(self, model_dir: Path, directory: Path) -> None:
@@ -41,7 +43,7 @@ class LocalPair:
 
     @property
     def address(self) -> str:
-        """Where the API is served, as HOST:PORT."""
+        """Return the address of the API, as HOST:PORT."""
         (ready,) = self._logged("openai_ready")
         return str(ready["listen"][0])
 
@@ -54,14 +56,14 @@ class LocalPair:
             await wait_kvd_state(client, "attached")
 
     async def kill_kvd(self) -> None:
-        """End kvd with SIGKILL when it has what was computed; the service knows when it returns."""
+        """Kill kvd once it has what was computed; return when the service has noticed."""
         async with self._service.client() as client:
             await wait_saved(client)
             await self._kvd.kill()
             await wait_kvd_state(client, "detached")
 
     def named(self) -> dict[str, set[str]]:
-        """Conversations that requests' headers have named, each with its sessions."""
+        """Return the conversations that requests' headers named, each with its sessions."""
         found: dict[str, set[str]] = {}
         for line in self._logged("http_request"):
             if "conversation" in line and "session" in line:
@@ -69,7 +71,7 @@ class LocalPair:
         return found
 
     async def turns(self, session_id: str) -> list[inference_pb2.TurnRecord]:
-        """The turns of a session, with what each has reused."""
+        """Return the turns of a session, with what each has reused."""
         async with self._service.client() as client:
             return list((await client.get_session(session_id, with_turns=True)).turn_records)
 

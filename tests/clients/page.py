@@ -1,11 +1,11 @@
-"""docs/clients.md: its sections, and the blocks of each, as they are typed by who reads them."""
+"""Parser of docs/clients.md: its sections and code blocks, as a reader types them."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
-WRITTEN = "127.0.0.1:8000"  # the page's address, in the place of which there is the pair's
+WRITTEN = "127.0.0.1:8000"  # the page's address, replaced with the pair's
 MODEL = "smollm2"  # the page's name of the model
 _HEADING = re.compile(r"^## (\S.*?)(?: \((.*)\))?$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -13,11 +13,13 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of a client.
+    """The page's section about a client.
 
     Attributes:
-        versions: those in its heading.
-        blocks: (language, text) each, in the page's order.
+
+    versions: those in its heading.
+
+    blocks: (language, text) each, in the page's order.
     """
 
     name: str
@@ -44,7 +46,7 @@ def sections() -> dict[str, Section]:
 
 
 def commands(block: str) -> tuple[str, list[str]]:
-    """Split a shell's block into the lines that set its environment, and the commands behind."""
+    """Split a shell block into the lines that set its environment, and the commands after."""
     lines = block.strip().splitlines()
     setting = [line for line in lines if line.startswith("export ")]
     return "\n".join(setting), [line for line in lines if line not in setting]

@@ -1,4 +1,4 @@
-"""Commands as a reader types them: in a shell with a home of its own, and clients in its path."""
+"""Commands as a reader types them: in a shell with its own home, and clients in its path."""
 
 import asyncio
 import os
@@ -9,34 +9,38 @@ COMMAND_S = 600.0
 
 
 class Shell:
-    """One person's shell: its home and its directory stay from one command to the next.
+    """One user's shell: its home and working directory last over all commands.
 
     Args:
-        home: directory of the user; commands run in one of its own below it.
-        programs: directories in the path, before those of the system.
-        setting: lines that go before each command.
+
+    home: directory of the user; commands run in a directory below it.
+
+    programs: directories in the path, before those of the system.
+
+    setting: lines before each command.
     """
 
     def __init__(self, home: Path, programs: list[Path], setting: str = "") -> None:
         self.directory = home / "work"
         self.directory.mkdir()
         path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
-        # Nothing else of ours: a key, a proxy or a server of the developer's is not the page's.
+        # Nothing else: a key, a proxy or a server of the developer's is not part of the page.
         self._environ = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8"}
         self._setting = setting
 
     async def start(self, command: str, **options: int) -> asyncio.subprocess.Process:
-        """Start a command; options say what of it is piped."""
+        """Start a command; options set which streams are piped."""
         script = f"{self._setting}\n{command}"
         return await asyncio.create_subprocess_exec(
             *("bash", "-c", script), cwd=self.directory, env=self._environ, **options
         )
 
     async def run(self, command: str) -> str:
-        """Run a command and return what it prints, which is to be its end in order.
+        """Run a command and return its output, which must contain the endings in order.
 
         Raises:
-            AssertionError: it failed; with what it has printed.
+
+        AssertionError: it failed; with its output.
         """
         process = await self.start(
             command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT

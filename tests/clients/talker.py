@@ -1,10 +1,10 @@
-"""Talks with a client library as docs/clients.md sets it up. Run by a Python that has the library.
+"""Talks with a client library as docs/clients.md sets it up. Run by the library's Python.
 
-    talker.py NAME    of TALKS
+talker.py NAME of TALKS
 
 On stdin is a line of JSON with the page's code, `{"code": …}`, then one for each question:
-`{"question": …, "streamed": …}`; on stdout a line for each answer: its text, the tokens of its
-prompt that were cached, and the pieces that it came in. Every request has the whole conversation.
+`{"question": …, "streamed": …}`; on stdout a line for each answer: its text, the prompt's cached
+tokens, and the pieces that it came in. Every request has the whole conversation.
 """
 
 import json
@@ -83,21 +83,21 @@ def llama_index(names, messages, *, streamed):
         chunks = list(names["llm"].stream_chat(said, **options))
         text = "".join(chunk.delta or "" for chunk in chunks)
         pieces = sum(1 for chunk in chunks if chunk.delta)
-        return Answer(text, _cached(chunks[-1].raw.usage), pieces)
+        return Answer(text, _num_cached(chunks[-1].raw.usage), pieces)
     whole = names["llm"].chat(said, **options)
-    return Answer(whole.message.content, _cached(whole.raw.usage), 1)
+    return Answer(whole.message.content, _num_cached(whole.raw.usage), 1)
 
 
 def _of_completion(whole, usage):
-    return Answer(whole.choices[0].message.content, _cached(usage), 1)
+    return Answer(whole.choices[0].message.content, _num_cached(usage), 1)
 
 
 def _of_chunks(chunks, usage):
     pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-    return Answer("".join(pieces), _cached(usage), sum(map(bool, pieces)))
+    return Answer("".join(pieces), _num_cached(usage), sum(map(bool, pieces)))
 
 
-def _cached(usage):
+def _num_cached(usage):
     return usage.prompt_tokens_details.cached_tokens or 0
 
 
@@ -114,7 +114,7 @@ TALKS = {
 def main(name):
     names = {}
     exec(compile(json.loads(sys.stdin.readline())["code"], "docs/clients.md", "exec"), names)  # noqa: S102  # the page's
-    opening = f"This is {uuid.uuid4().hex}. " + "Much is kept. " * 30  # nobody had this one before
+    opening = f"This is {uuid.uuid4().hex}. " + "Much is kept. " * 30  # a new conversation
     messages = [{"role": "system", "content": opening}]
     for line in sys.stdin:
         asked = json.loads(line)

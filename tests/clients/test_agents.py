@@ -1,4 +1,4 @@
-"""CLIs of agents as docs/clients.md sets them up: each calls a tool, and goes on without kvd."""
+"""Agents' CLIs as docs/clients.md sets them up: each calls a tool, and works without kvd."""
 
 from asyncio import to_thread
 from dataclasses import dataclass
@@ -21,10 +21,13 @@ class Agent:
     """What is not on the page.
 
     Attributes:
-        program: its command.
-        tool: its tool that runs a command, and the arguments of a call.
-        settings: language of the block that is its file of settings, and that file, as its shell
-            finds it; none: "".
+
+    program: its command.
+
+    tool: its tool that runs a command, and the arguments of a call.
+
+    settings: language of the block that is its settings file, and that file's path in its shell;
+    none: "".
     """
 
     program: str
@@ -42,8 +45,10 @@ OF = {
 
 
 @pytest.mark.parametrize("name", OF)
-async def test_an_agent(short_dir, shell, record_property, name):
-    """A tool's result, and the next question, are all that is computed, but while kvd is away."""
+async def test_an_agents_conversation_is_read_from_the_cache(
+    short_dir, shell, record_property, name
+):
+    """Only a tool's result and the next question are computed, except while kvd is down."""
     agent = OF[name]
     if not (AGENTS / agent.program).exists():
         pytest.skip(f"{agent.program} is not installed: `make test-clients` does it where npm is")
@@ -65,7 +70,7 @@ async def test_an_agent(short_dir, shell, record_property, name):
         await pair.start_kvd()
         said.append(await person.run(goes_on))
         assert all("".join(ANSWER) in text for text in said)
-        ((conversation, sessions),) = pair.named().items()  # the agent's own name, all the while
+        ((conversation, sessions),) = pair.named().items()  # the agent's own name, throughout
         assert conversation
         found = {session: await pair.turns(session) for session in sessions}
     (turns,) = [some for some in found.values() if len(some) > 1]  # beside that of a title

@@ -1,6 +1,6 @@
-"""Libraries of Python as docs/clients.md sets them up: conversations through a kill of kvd.
+"""Python libraries as docs/clients.md sets them up: conversations through a kill of kvd.
 
-The page's code is what runs, in an environment that has the library (tests/clients/talker.py).
+The page's code is run in an environment with the library (tests/clients/talker.py).
 """
 
 import json
@@ -30,7 +30,7 @@ LISTED = "import {0}; print([one.id for one in {0}.{1}().models.list()])"
 
 @asynccontextmanager
 async def talking(shell, programs, talk, code, setting):
-    """A conversation: what is called asks a question and returns the answer."""
+    """Start a conversation; return a function that asks a question and returns the answer."""
     process = await shell(programs, setting).start(
         f"exec python -P {TALKER} '{talk}'", stdin=PIPE, stdout=PIPE
     )
@@ -60,7 +60,7 @@ async def talking(shell, programs, talk, code, setting):
 
 @pytest.mark.parametrize(("client", "talk", "environment"), CASES)
 async def test_a_conversation(pair, shell, record_property, client, talk, environment):
-    """Whole and streamed; nothing is cached while kvd is away, and what it had once it is back."""
+    """Whole and streamed; nothing is cached while kvd is down, and everything after its return."""
     section = sections()[client].at(pair.address)
     setting = commands(section.block("sh"))[0] if client == "LiteLLM" else ""
     async with talking(
@@ -81,7 +81,7 @@ async def test_a_conversation(pair, shell, record_property, client, talk, enviro
 
 @pytest.mark.parametrize(("client", "maker"), [("openai", "OpenAI"), ("anthropic", "Anthropic")])
 async def test_the_environment_is_enough(pair, shell, client, maker):
-    """For a program that cannot be changed."""
+    """The setting works for a program that cannot be changed."""
     setting, _ = commands(sections()[client].at(pair.address).block("sh"))
     listed = await shell(libraries("openai3"), setting).run(
         f"python -c '{LISTED.format(client, maker)}'"
@@ -89,25 +89,25 @@ async def test_the_environment_is_enough(pair, shell, client, maker):
     assert MODEL in listed
 
 
-async def test_llm(pair, shell, record_property):
-    """Its commands, as they are on the page; the last one again when kvd is back."""
+async def test_llms_commands(pair, shell, record_property):
+    """The page's commands; the last one again when kvd has returned."""
     section = sections()["llm"].at(pair.address)
     person = shell(libraries("openai3"))
     directory = Path((await person.run('dirname "$(llm logs path)"')).strip())
     (directory / "extra-openai-models.yaml").write_text(section.block("yaml"))
     _, (first, second, third) = commands(section.block("sh"))
-    cached = [_cached(await person.run(command)) for command in (first, second)]
+    cached = [_num_cached(await person.run(command)) for command in (first, second)]
     await pair.kill_kvd()
-    cached.append(_cached(await person.run(third)))
+    cached.append(_num_cached(await person.run(third)))
     await pair.start_kvd()
-    cached.append(_cached(await person.run(third)))
+    cached.append(_num_cached(await person.run(third)))
     record_property("cached_tokens", cached)
     assert cached[0] == cached[2] == 0
     assert 0 < cached[1] <= cached[3]
 
 
-def _cached(printed):
-    """What -u has shown of the cache: nothing is said of none."""
+def _num_cached(printed):
+    """Return the cached tokens that -u shows, 0 if it shows none."""
     assert re.search(r"Token usage: \d+ input, \d+ output", printed), printed
     found = re.search(r'"cached_tokens": (\d+)', printed)
     return int(found[1]) if found else 0

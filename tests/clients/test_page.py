@@ -1,4 +1,4 @@
-"""docs/clients.md names what is tried, and the versions that `make test-clients` installs."""
+"""docs/clients.md names the tested clients, and the versions that `make test-clients` uses."""
 
 import json
 import re
@@ -25,21 +25,21 @@ PACKAGES = {  # in the order of the versions in the heading, with the files that
 }
 
 
-def pinned(file, package):
-    """The version of a package that is installed."""
+def pinned_version(file, package):
+    """Return the installed version of a package."""
     text = (HERE / file).read_text()
     if file.endswith(".json"):
         return json.loads(text)["dependencies"][package]
     return re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)[1]
 
 
-def test_every_client_is_tried():
-    """All but those that are named here."""
+def test_every_client_is_tested():
+    """All but those named here."""
     tried = {client for client, _, _ in CASES} | {"llm"} | set(OF)
     assert tried == set(PACKAGES) == set(sections()) - BY_HAND
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_versions_are_those_that_are_tried(name):
+def test_the_versions_are_those_tested(name):
     versions = re.findall(r"\d+(?:\.\d+)+", sections()[name].versions)
-    assert versions == [pinned(*package) for package in PACKAGES[name]]
+    assert versions == [pinned_version(*package) for package in PACKAGES[name]]

@@ -34,12 +34,12 @@ HOST_MEMORY = "/dev/shm/cachedattention"  # noqa: S108
 
 
 def default_of(text: str) -> str:
-    """What compose puts for ${NAME:-default} when nobody sets NAME."""
+    """Return compose's value of ${NAME:-default} when NAME is not set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def mounts(name: str) -> dict[str, str]:
-    """Path inside a service → path on the host, or name of a volume."""
+    """Return path inside a service → path on the host, or name of a volume."""
     found = {}
     for volume in SERVICES[name].get("volumes", []):
         if isinstance(volume, str):
@@ -51,7 +51,7 @@ def mounts(name: str) -> dict[str, str]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every command of ours in the file: what is run, and what asks for health."""
+    """Return every command of this project in the file: services and health checks."""
     found = []
     for name in ("kvd", "inference"):
         found.append((name, list(SERVICES[name]["command"])))
@@ -60,7 +60,7 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def problems_of(document) -> list[str]:
-    """Where a document is not as the Compose specification's own schema has it."""
+    """Return where a document violates the Compose specification's own schema."""
     return [
         f"{'/'.join(map(str, error.absolute_path))}: {error.message}"
         for error in SCHEMA.iter_errors(document)
@@ -68,8 +68,8 @@ def problems_of(document) -> list[str]:
 
 
 @pytest.mark.parametrize("document", [COMPOSE, GPU], ids=["compose.yaml", "compose.gpu.yaml"])
-def test_they_are_as_the_specification_says(document):
-    """Every key is known to it and of the right shape; what is in the environment is text."""
+def test_the_files_follow_the_compose_schema(document):
+    """Every key is known and of the right type; environment values are text."""
     assert problems_of(document) == []
     for service in document["services"].values():
         assert all(isinstance(value, str) for value in service.get("environment", {}).values())
@@ -85,15 +85,15 @@ def test_they_are_as_the_specification_says(document):
         ("volumes", [{"source": "a", "target": "/a"}]),
     ],
 )
-def test_a_slip_of_the_pen_is_found(key, value):
-    """A schema that took anything would prove nothing."""
+def test_the_schema_rejects_a_typing_error(key, value):
+    """A schema that accepted anything would prove nothing."""
     service = {**SERVICES["kvd"], key: value}
     (problem, *_) = problems_of({**COMPOSE, "services": {"kvd": service}})
     assert problem.startswith("services/kvd")
 
 
-def test_what_refers_to_something_finds_it():
-    """Services, volumes and namespaces that are named are there; every volume is used."""
+def test_references_are_resolved():
+    """Named services, volumes and namespaces exist; every volume is used."""
     used = set()
     for name, service in SERVICES.items():
         others = set(service.get("depends_on", []))
@@ -106,8 +106,8 @@ def test_what_refers_to_something_finds_it():
     assert set(GPU["services"]) <= set(SERVICES)
 
 
-def test_both_share_what_they_must():
-    """One pid, IPC and network namespace, whose holder does not end when kvd or the engine does."""
+def test_both_services_share_namespaces():
+    """One pid, IPC and network namespace, whose holder outlives kvd and the engine."""
     for key in ("pid", "ipc", "network_mode"):
         assert SERVICES["kvd"][key] == SERVICES["inference"][key] == "service:namespaces"
     holder = SERVICES["namespaces"]
@@ -121,7 +121,7 @@ def test_both_share_what_they_must():
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
 def test_every_path_of_the_host_exists(name):
-    """What is mounted from the repository lies in it."""
+    """Each mount from the repository exists."""
     for source in mounts(name).values():
         if source.startswith("./"):
             assert (REPOSITORY / source).exists(), source
@@ -131,7 +131,7 @@ def test_every_path_of_the_host_exists(name):
 
 @pytest.mark.parametrize(("what", "command"), commands(), ids=[what for what, _ in commands()])
 def test_every_command_and_option_exists(what, command):
-    """The command lines are accepted by the programs' own parsers."""
+    """The programs' own parsers accept the command lines."""
     program, name, *arguments = command
     group = typer.main.get_command(PROGRAMS[program])
     parent = group.make_context(program, [name])
@@ -140,7 +140,7 @@ def test_every_command_and_option_exists(what, command):
 
 
 def test_settings_are_accepted_and_in_force():
-    """Environment and mounted files load together; what the environment says is what counts."""
+    """Environment and mounted files load together; the environment has precedence."""
     own = {**SERVICES["kvd"]["environment"], "KVD_ACCESS__ALLOWED_UIDS": "root"}
     files = mounts("kvd"), mounts("inference")
     kvd = load_settings(Settings, REPOSITORY / files[0]["/etc/kvd/kvd.toml"], "KVD", {}, own)
@@ -167,8 +167,8 @@ def test_settings_are_accepted_and_in_force():
         assert len(given) == len(settings)
 
 
-def test_the_service_is_where_its_volumes_and_its_clients_are(monkeypatch):
-    """The settings' "auto" means the directories that are mounted, and the socket that is asked."""
+def test_the_service_uses_its_volumes_and_socket(monkeypatch):
+    """The setting "auto" means the mounted directories, and the socket of the health check."""
     service, files = SERVICES["inference"], mounts("inference")
     for name in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY"):
         monkeypatch.setenv(name, service["environment"][name])
@@ -179,8 +179,8 @@ def test_the_service_is_where_its_volumes_and_its_clients_are(monkeypatch):
     assert files[str(server.state_dir)] == "inference-state"
 
 
-def test_users_and_groups_are_those_of_the_system():
-    """The image makes the users that compose and install-units name; kvd's owns the arena."""
+def test_users_and_groups_match_the_system_units():
+    """The image creates the users of compose and install-units; kvd's user owns the arena."""
     made = set(re.findall(r"--gid \d+ ([\w-]+)", DOCKERFILE))
     users = set(re.findall(r"--no-create-home ([\w-]+)", DOCKERFILE))
     environment = {**SERVICES["kvd"]["environment"], **SERVICES["inference"]["environment"]}
@@ -195,8 +195,8 @@ def test_users_and_groups_are_those_of_the_system():
     assert owner == said
 
 
-def test_directories_that_are_written_have_owners():
-    """Each volume is mounted on a directory that the image has, of the user that writes there."""
+def test_written_directories_have_owners():
+    """Each volume is mounted on a directory of the image that its user owns."""
     made = {}
     for owner, paths in re.findall(
         r"--directory --owner=(\w+) .*?--mode=\d+ ([^&\n\\]+)", DOCKERFILE
@@ -213,8 +213,8 @@ def test_directories_that_are_written_have_owners():
         assert made[target] == SERVICES[name]["user"], target
 
 
-def test_ports_are_those_that_are_scraped_and_shown():
-    """Prometheus scrapes the addresses that both services listen on, Grafana asks Prometheus."""
+def test_monitored_ports_are_those_served():
+    """Prometheus scrapes the addresses of both services, and Grafana queries Prometheus."""
     scraped = yaml.safe_load((REPOSITORY / "monitoring" / "prometheus.yml").read_text())
     targets = {
         target
@@ -247,13 +247,13 @@ def test_ports_are_those_that_are_scraped_and_shown():
 
 
 def test_only_monitoring_has_a_profile_and_a_port():
-    """`docker compose up` starts the pair and opens nothing; what opens, opens on this machine."""
+    """`docker compose up` starts the pair without open ports; monitoring opens local ports."""
     assert {name for name in SERVICES if "profiles" not in SERVICES[name]} == set(OURS)
     for service in SERVICES.values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
-def test_nothing_of_ours_has_privileges():
+def test_our_services_have_no_privileges():
     """No capability, no new privilege, a read-only root, and no root user."""
     for name in OURS:
         assert SERVICES[name]["cap_drop"] == ["ALL"]
@@ -263,14 +263,14 @@ def test_nothing_of_ours_has_privileges():
 
 
 def test_there_is_time_to_drain():
-    """A container is not killed before its own deadline for ending well has passed."""
+    """A container is killed only after its own deadline for a clean end."""
     kvd = config.load(REPOSITORY / "systemd/kvd.toml", {}).settings
     service = load_inference_settings(REPOSITORY / "systemd/inference-svc.toml", {}).settings
     for name, drain_s in (("kvd", kvd.limits.drain), ("inference", service.server.drain_s)):
         assert parse_duration_s(SERVICES[name]["stop_grace_period"]) > drain_s
 
 
-def test_what_the_image_copies_is_there():
+def test_everything_the_image_copies_exists():
     """Each COPY names something that exists and that .dockerignore lets through."""
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     lines = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the demo model is trained on, with the tokenizer that it came with."""
+"""The demo model's training data, with the tokenizer that is shipped with it."""
 # ruff: noqa: S311 - draws need no secrecy
 
 import random
@@ -23,7 +23,7 @@ def encoder():
 
 @pytest.mark.parametrize("task", ["lines", "recall", "copy", "repeat", "quote", "needle", "echo"])
 def test_a_task_fits_its_budget_and_has_something_to_learn(encoder, task):
-    """Every kind of sample keeps to so many tokens, and marks the answers in it."""
+    """Every kind of sample keeps to its token budget, and marks its answers."""
     tasks = RetrievalTasks(encoder, [ARTICLE], WORDS)
     sample = getattr(tasks, task)(random.Random(1), 512)
     assert sample is not None
@@ -33,7 +33,7 @@ def test_a_task_fits_its_budget_and_has_something_to_learn(encoder, task):
 
 
 def test_a_record_is_asked_for_by_its_name_and_answered_by_its_line(encoder):
-    """The right answer stands in the context, word for word."""
+    """The right answer is in the context, word for word."""
     sample = RetrievalTasks(encoder, [ARTICLE], WORDS).lines(random.Random(3), 256)
     parts: dict[bool, list[int]] = {True: [], False: []}
     for token_id, is_answer in zip(sample.ids, sample.is_target, strict=True):
@@ -43,7 +43,7 @@ def test_a_record_is_asked_for_by_its_name_and_answered_by_its_line(encoder):
     assert f"line {line}" in context
 
 
-def test_a_batch_has_rows_of_the_length_that_is_asked_for(encoder):
+def test_a_batch_has_rows_of_the_requested_length(encoder):
     """Text, dialogues and tasks together fill every row."""
     dialogue = [Turn("What is amber ?", "A resin .")] * 4
     mixture = Mixture(Corpus([ARTICLE], [dialogue], [], []), encoder)

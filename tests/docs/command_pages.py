@@ -1,4 +1,4 @@
-"""The commands of a program as pages: what man pages and Markdown are made from. Pure."""
+"""The commands of a program as pages: the source of man pages and Markdown. Pure."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ class Page:
     """A command.
 
     Attributes:
-        words: of the program and the command: ("kvd", "config", "show").
-        usage: what stands behind the words.
+        words: those of the program and the command: ("kvd", "config", "show").
+        usage: the text behind the words.
         paragraphs: of its description, each on one line.
-        commands: of a group, with their summaries.
+        commands: those of a group, with their summaries.
     """
 
     words: tuple[str, ...]
@@ -44,7 +44,7 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The name of its man page."""
+        """Return the name of its man page."""
         return "-".join(self.words)
 
 
@@ -58,7 +58,7 @@ def pages(
 
     Args:
         examples: words behind the program's name → lines.
-        choices: name of an option or argument → what it may be.
+        choices: name of an option or argument → its values.
     """
     commands = {name: c for name, c in getattr(command, "commands", {}).items() if not c.hidden}
     arguments = tuple(

@@ -1,4 +1,4 @@
-"""Man pages and docs/*-cli.md, made from the commands themselves: python -m tests.docs.man_pages.
+"""Man pages and docs/*-cli.md, generated from the commands: python -m tests.docs.man_pages.
 
 Run it after any change of a command, an option or a help text; a test compares.
 """
@@ -20,13 +20,13 @@ MAN = Path("docs/man")
 
 @dataclass(frozen=True)
 class Program:
-    """What its pages are made from.
+    """The sources of a program's pages.
 
     Attributes:
         root: its command.
-        choices: what an option of a name may be.
-        exit_codes: with what each means.
-        files: paths of an installed one, with what each is.
+        choices: values of an option, by name.
+        exit_codes: each with its meaning.
+        files: installed paths, each with its purpose.
         introduction: paragraphs about all of its commands.
     """
 
@@ -40,11 +40,11 @@ class Program:
 
     @property
     def markdown(self) -> Path:
-        """Where its commands are documented."""
+        """Return the path of the document about its commands."""
         return Path(f"docs/{self.name}-cli.md")
 
     def pages(self) -> list[Page]:
-        """Its own page, and each command's."""
+        """Return its own page, and each command's."""
         return list(pages(self.root, (self.name,), self.examples, self.choices))
 
 
@@ -104,7 +104,7 @@ PROGRAMS = (KVD, INFERENCE_SVC)
 
 
 def all_files() -> dict[Path, str]:
-    """Every file that is made, by its path in the repository."""
+    """Return every generated file, by its path in the repository."""
     files = {}
     for program in PROGRAMS:
         found = program.pages()
@@ -117,7 +117,7 @@ def all_files() -> dict[Path, str]:
 
 
 def man_page(program: Program, page: Page, every: Sequence[Page]) -> str:
-    """One page, in the macros of man(7)."""
+    """Return one page, in the macros of man(7)."""
     lines = [f'.TH {page.title.upper()} 1 "" "CachedAttention" "{program.name}"']
     lines += [".SH NAME", f"{_roff(page.title)} \\- {_roff(_lower(page.summary))}"]
     lines += [".SH SYNOPSIS", f".B {_roff(' '.join(page.words))}", _roff(page.usage)]
@@ -169,14 +169,14 @@ def _entries(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _roff(text: str) -> str:
-    """Text as roff has it: a backslash, a hyphen and a leading dot mean something else there."""
+    """Escape text for roff: a backslash, a hyphen and a leading dot have other meanings there."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     text = "".join(char if char.isascii() else f"\\[u{ord(char):04X}]" for char in text)
     return f"\\&{text}" if text.startswith((".", "'")) else text
 
 
 def _lower(text: str) -> str:
-    """A sentence that goes on behind a dash; names keep their capitals."""
+    """Start a sentence in lower case, to follow a dash; names keep their capitals."""
     return text if text[:2].isupper() else text[:1].lower() + text[1:]
 
 
@@ -229,7 +229,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write every file; pages of commands that are gone go."""
+    """Write every file, and remove pages of removed commands."""
     files = all_files()
     for old in (ROOT / MAN).glob("*.1"):
         if MAN / old.name not in files:

@@ -1,8 +1,8 @@
 """Writes the tables of docs/metrics.md from those in the code.
 
-    python -m tests.docs.metrics_table
+python -m tests.docs.metrics_table
 
-What stands before the marker is written by hand.
+The text before the marker is written by hand.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ TABLES: dict[str, MetricTable] = {
 
 
 def document() -> str:
-    """The whole text as it is to be."""
+    """Return the whole document."""
     by_hand, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(MARKER)
     marker = MARKER + rest.partition("\n")[0]
     parts = [by_hand + marker + "\n"]

@@ -1,8 +1,8 @@
 """Writes diagram and table of packages of docs/architecture.md, from imports and docstrings.
 
-    python -m tests.docs.package_diagram
+python -m tests.docs.package_diagram
 
-What stands outside the two markers is written by hand.
+The text outside the two markers is written by hand.
 """
 
 import ast
@@ -19,20 +19,20 @@ BEGIN = "<!-- `python -m tests.docs.package_diagram` writes from here on. -->"
 END = "<!-- Up to here. -->"
 PROCESSES = ("inference_svc", "kvd")
 BELOW = "shared"
-INSIDE = ("inference_svc.runtime", "kvd.core")  # packages large enough for floors of their own
+INSIDE = ("inference_svc.runtime", "kvd.core")  # packages large enough to show their parts
 GENERATED = "shared.pb"
 
 
 def document() -> str:
-    """The whole text as it is to be."""
+    """Return the whole document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{generated()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{generate()}\n\n{END}{after}"
 
 
-def generated() -> str:
-    """Return the part between the markers: a diagram of floors, and what each package is for."""
+def generate() -> str:
+    """Return the part between the markers: a diagram of layers, and each package's purpose."""
     graph = grimp.build_graph(*PROCESSES, BELOW, exclude_type_checking_imports=True, cache_dir=None)
     for module in [m for m in graph.modules if f"{m}.".startswith(f"{GENERATED}.")]:
         graph.remove_module(module)
@@ -47,7 +47,7 @@ def generated() -> str:
 
 
 def _beside(graph: grimp.ImportGraph, packages: Sequence[str]) -> Iterator[str]:
-    """Draw packages side by side, each as its floors: what is on one imports from below only."""
+    """Draw packages side by side, each as layers: a part imports from lower layers only."""
     columns = [_column(graph, package) for package in packages]
     widths = [max(map(len, column)) for column in columns]
     for row in zip_longest(*columns, fillvalue=""):
@@ -66,7 +66,7 @@ def _column(graph: grimp.ImportGraph, package: str) -> list[str]:
 
 
 def _floors(graph: grimp.ImportGraph, package: str) -> list[list[str]]:
-    """Put the parts of a package on floors, the top first: each below all that import it."""
+    """Arrange the parts of a package in layers, the top first: each below all that import it."""
     depth = package.count(".") + 1
     parts = nx.DiGraph()
     inside = graph.find_descendants(package)

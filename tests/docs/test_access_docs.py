@@ -1,4 +1,4 @@
-"""docs/access.md: its settings load, and its commands have the options that it gives them."""
+"""docs/access.md: its settings load, and its commands exist with their options."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ COMMANDS = [line for script in SCRIPTS for line in script.splitlines()]
 
 @pytest.mark.parametrize(("text", "name"), SETTINGS)
 def test_settings_load(tmp_path, text, name):
-    """Each example stands for itself, and leaves no port unguarded."""
+    """Each example is complete, and leaves no port unprotected."""
     path = tmp_path / name
     path.write_text(text)
     if name == "kvd.toml":
@@ -30,8 +30,8 @@ def test_settings_load(tmp_path, text, name):
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_there(line):
-    """Each option is one of the command, or of what stands before it."""
+def test_commands_exist(line):
+    """Each option belongs to the command, or to the program."""
     program, *words = shlex.split(line)
     group = get_command(kvd_app if program == "kvd" else inference_app)
     name = next(word for word in words if word in group.commands)

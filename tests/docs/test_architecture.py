@@ -1,4 +1,4 @@
-"""What the documents say of the code's packages, files and names is so."""
+"""The documents' statements about packages, files and names are true."""
 
 import re
 from pathlib import Path
@@ -21,17 +21,17 @@ DOCUMENTS = {
     "inference_svc/README.md": "inference_svc",
 }
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|md|proto|toml|yaml))`")
-OF_OPERATORS = {"conversations.jsonl", "kvd.toml"}  # theirs, in examples
+OF_OPERATORS = {"conversations.jsonl", "kvd.toml"}  # files of users, in examples
 
 
-def test_the_diagram_is_that_of_the_imports():
+def test_the_diagram_matches_the_imports():
     """`python -m tests.docs.package_diagram` writes it."""
     assert DOCUMENT.read_text(encoding="utf-8") == document()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_that_are_named_are_there(name):
-    """With their whole path, or, of the document's own package, with the end of it."""
+def test_named_files_exist(name):
+    """With their whole path, or, in the document's own package, with the end of it."""
     text = (ROOT / name).read_text(encoding="utf-8")
     missing = [
         path
@@ -43,8 +43,8 @@ def test_files_that_are_named_are_there(name):
     assert missing == []
 
 
-def test_the_glossary_names_code_that_is_there():
-    """Every class, function and module in its column "code" is found in the product."""
+def test_the_glossary_names_existing_code():
+    """Every class, function and module in its column "code" is in the product."""
     code = "\n".join(
         path.read_text(encoding="utf-8")
         for package in PACKAGES

@@ -1,4 +1,4 @@
-"""Man pages and docs are those of the commands there are."""
+"""Man pages and documents describe the existing commands."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_man_pages_and_docs_are_up_to_date():
 
 @each_program
 def test_every_command_is_explained(program):
-    """Each has a summary, each option a help text, and each example is of a command there is."""
+    """Each has a summary, each option a help text, and each example uses an existing command."""
     found = program.pages()
     for page in found:
         assert page.summary, page.title
@@ -30,7 +30,7 @@ def test_every_command_is_explained(program):
 
 
 @each_program
-def test_examples_are_lines_that_parse(program):
+def test_examples_can_be_parsed(program):
     """Every option in an example exists."""
     found = program.pages()
     assert sum(len(page.examples) for page in found) >= len(program.examples)
@@ -41,7 +41,7 @@ def test_examples_are_lines_that_parse(program):
             assert {word for word in words if word.startswith("--")} <= known, example
 
 
-def test_what_roff_would_read_is_escaped():
+def test_roffs_special_characters_are_escaped():
     """A hyphen stays a hyphen, and a line that begins with a dot is no macro."""
     page = Page(("kvd", "x"), "Do it", "", (".dot \\ and -dash",), (), (), ())
     lines = man_page(KVD, page, [page]).splitlines()

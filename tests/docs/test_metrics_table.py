@@ -1,10 +1,10 @@
-"""docs/metrics.md is what the tables in the code say."""
+"""docs/metrics.md equals the tables in the code."""
 
 from tests.docs.metrics_table import DOCUMENT, TABLES, document
 
 
 def test_the_document_is_current():
-    """The document is what `python -m tests.docs.metrics_table` would write."""
+    """`python -m tests.docs.metrics_table` would write the same."""
     assert DOCUMENT.read_text(encoding="utf-8") == document()
 
 

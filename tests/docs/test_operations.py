@@ -1,4 +1,4 @@
-"""Pages for operators name only commands, options, settings, metrics and files that exist."""
+"""Operators' pages name only existing commands, options, settings, metrics and files."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 TEXT = "\n".join(
     (REPOSITORY / "docs" / name).read_text() for name in ("operations.md", "remote-store.md")
 )
-# Spans of code, and lines of blocks less their comments.
+# Spans of code, and lines of blocks without their comments.
 CODE = [
     *re.findall(r"`([^`\n]+)`", TEXT),
     *(
@@ -33,14 +33,14 @@ PROGRAM = re.compile(r"\s*(?:sudo )?(?:\S*/bin/)?((?:kvd|inference-svc) [a-z].*)
 
 
 def command_lines() -> list[str]:
-    """Every command line of ours, from its program on."""
+    """Return every command line of this project, from its program on."""
     parts = [part for code in CODE for part in re.split(r"[;|]", code)]
     return sorted({match[1].strip() for part in parts if (match := PROGRAM.match(part))})
 
 
 @pytest.mark.parametrize("line", command_lines())
 def test_commands_and_options_exist(line):
-    """What the text tells to type is a command, with options that it has."""
+    """Each command in the text exists, with its options."""
     program, name, *words = line.split()
     command = typer.main.get_command(kvd_app if program == "kvd" else inference_app).commands[name]
     if hasattr(command, "commands"):
@@ -51,7 +51,7 @@ def test_commands_and_options_exist(line):
 
 
 def test_metrics_exist():
-    """Each metric that is to be looked at is in the tables."""
+    """Each metric in the text is in the tables."""
     named = {name for code in CODE for name in re.findall(r"^(?:kvd|inference)_[a-z_]+\b", code)}
     assert len(named) > 4
     tables = (KVD_METRICS, FOLLOWING_METRICS, INFERENCE_METRICS)
@@ -76,7 +76,7 @@ def test_settings_exist():
 
 
 def test_files_of_the_repository_exist():
-    """What is referred to lies there."""
+    """Each path in the text exists."""
     names = re.findall(r"`((?:docs|systemd|monitoring|kvd)/[\w./-]*\w)`", TEXT)
     assert names
     for name in names:

@@ -1,4 +1,4 @@
-"""docs/scaling.md: its settings load, and are what examples/haproxy and examples/ray ask for."""
+"""docs/scaling.md: its settings load, and match those of examples/haproxy and examples/ray."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def settings_of(text, tmp_path):
 
 
 def test_services_listen_where_ray_sends_turns(tmp_path, monkeypatch):
-    """Their sockets, under the unit, are those of the config, which a replica takes as it is."""
+    """Their sockets, under the unit, are those of the config, which a replica uses unchanged."""
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inference-svc-demo")
     settings = settings_of(WITH_RAY, tmp_path)
     (application,) = RAY["applications"]
@@ -32,7 +32,7 @@ def test_services_listen_where_ray_sends_turns(tmp_path, monkeypatch):
 
 
 def test_services_listen_where_the_balancer_sends_turns(tmp_path):
-    """The ports of the settings, which leave none unguarded, are those of the file."""
+    """The ports of the settings, none of them unprotected, are those of the file."""
     settings = settings_of(WITH_HAPROXY, tmp_path)
     listen = [*settings.server.listen[1:], *settings.openai.listen, *settings.metrics.listen]
     asked = re.findall(r"server pair\d [\d.]+(:\d+)|check port (\d+)", CONFIG)
@@ -40,8 +40,8 @@ def test_services_listen_where_the_balancer_sends_turns(tmp_path):
     assert {address[address.rindex(":") :] for address in listen} == ports
 
 
-def test_what_it_names_is_there():
-    """Files, the backend that is drained, and the socket by which it is."""
+def test_named_things_exist():
+    """Files, the drained backend, and its socket."""
     names = re.findall(r"`((?:docs|examples)/[\w./-]*\w)`", TEXT)
     assert len(names) > 2
     for name in names:

@@ -1,4 +1,4 @@
-"""The drawings of states in the READMEs are those of the tables in the code."""
+"""The READMEs' drawings of states are generated from the tables in the code."""
 
 import re
 from pathlib import Path
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
         ("inference_svc", [REQUEST_MOVES]),
     ],
 )
-def test_a_readme_draws_what_the_tables_say(readme, machines):
-    """Its drawings of states are made from them, and it has no others."""
+def test_a_readme_draws_the_tables(readme, machines):
+    """It has no other drawings of states."""
     text = (ROOT / readme / "README.md").read_text(encoding="utf-8")
     drawn = re.findall(r"```mermaid\n(stateDiagram.*?)\n```", text, re.DOTALL)
     assert drawn == [machine.diagram() for machine in machines]

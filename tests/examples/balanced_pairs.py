@@ -1,4 +1,4 @@
-"""Three real pairs behind a real HAProxy, which has the settings of examples/haproxy."""
+"""Three real pairs behind a real HAProxy with the settings of examples/haproxy."""
 
 import asyncio
 import hashlib
@@ -39,13 +39,17 @@ tenants = ["acme"]
 
 
 class TlsPair(Pair):
-    """A pair with ports as on a server of its own.
+    """A pair with ports, as on a server of its own.
 
     Args:
-        name: of the server, as HAProxy has it.
-        authority: of its certificate.
-        ports: of its HTTP API, its gRPC and its probes.
-        store: see Pair.
+
+    name: of the server, as HAProxy has it.
+
+    authority: of its certificate.
+
+    ports: of its HTTP API, its gRPC and its probes.
+
+    store: see Pair.
     """
 
     def __init__(
@@ -78,9 +82,12 @@ class BalancedPairs:
     """The pairs, the balancer, and its clients.
 
     Args:
-        model_dir: of the model that all serve.
-        directory: short: sockets lie in it.
-        store: directory of an object store that all pairs have; None: they share nothing.
+
+    model_dir: of the model that all serve.
+
+    directory: short, for the socket paths.
+
+    store: directory of an object store that all pairs have; None: they share nothing.
     """
 
     def __init__(self, model_dir: Path, directory: Path, store: Path | None = None) -> None:
@@ -105,7 +112,7 @@ class BalancedPairs:
         self._process: asyncio.subprocess.Process | None = None
 
     def _here(self, config: str, directory: Path) -> str:
-        """The shipped file with addresses, files and no user of this test."""
+        """Return the shipped file with this test's addresses and files, and without its user."""
         own = self._authority.issue("balancer", "localhost")
         pem = directory / "balancer-both.pem"
         pem.write_bytes(own.certificate.read_bytes() + own.key.read_bytes())
@@ -143,7 +150,7 @@ class BalancedPairs:
             await self.until(name, "UP")
 
     async def mend(self) -> None:
-        """Start again what has ended, and put back what was taken out."""
+        """Restart what has ended, and put back what was taken out."""
         ended = [pair for pair in self.pairs.values() if not pair.is_running]
         await asyncio.gather(*(pair.start_service() for pair in ended))
         for name in self.pairs:
@@ -151,7 +158,7 @@ class BalancedPairs:
             await self.until(name, "UP")
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop all."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             await self._process.wait()
@@ -160,7 +167,7 @@ class BalancedPairs:
     # ------------------------------------------------------------------------- the balancer's side
 
     async def command(self, text: str) -> str:
-        """What the admin socket answers."""
+        """Return the admin socket's answer to a command."""
         reader, writer = await asyncio.open_unix_connection(self._admin)
         writer.write(f"{text}\n".encode())
         answer = (await reader.read()).decode()
@@ -168,13 +175,13 @@ class BalancedPairs:
         return answer
 
     async def stats(self, backend: str) -> Mapping[str, Mapping[str, str]]:
-        """`show stat` of a backend's servers, by their names."""
+        """Return `show stat` of a backend's servers, by name."""
         head, *lines = (await self.command("show stat")).removeprefix("# ").split("\n")
         rows = [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines if line]
         return {row["svname"]: row for row in rows if row["pxname"] == backend}
 
     async def until(self, name: str, status: str) -> None:
-        """Return when the balancer says so of a server, in every backend."""
+        """Return when the balancer reports this of a server, in every backend."""
         backends = ("sessions", "anybody", "grpc_sessions", "grpc_anybody")
         for backend in backends:
             await eventually(partial(self._is, name, backend, status), wanted=True)
@@ -187,16 +194,16 @@ class BalancedPairs:
         return (await self.stats(backend))[name]["status"].startswith(status)
 
     async def drain(self, name: str) -> None:
-        """Take a server out, as docs/scaling.md says."""
+        """Drain a server, as docs/scaling.md describes."""
         assert not (await self.command(f"set server sessions/{name} state drain")).strip()
 
     async def take_out(self, name: str) -> None:
-        """Take a server out; returns when no turn is sent there any more."""
+        """Take a server out; return when it gets no more turns."""
         await self.drain(name)
         await self.until(name, "DRAIN")
 
     async def bring_back(self, name: str) -> None:
-        """Put a server back; returns when turns are sent there."""
+        """Put a server back; return when it gets turns."""
         await self.put_back(name)
         await self.until(name, "UP")
 
@@ -208,11 +215,11 @@ class BalancedPairs:
 
     @property
     def trust(self) -> ssl.SSLContext:
-        """What clients check the balancer's certificate with."""
+        """Return what clients check the balancer's certificate with."""
         return ssl.create_default_context(cafile=self._authority.path)
 
     def openai(self) -> AsyncOpenAI:
-        """The official client; it does not try again."""
+        """Return the official client, without retries."""
         return AsyncOpenAI(
             api_key=TOKEN,
             base_url=f"https://localhost:{self.http}/v1",
@@ -221,7 +228,7 @@ class BalancedPairs:
         )
 
     def plain_http(self) -> ClientSession:
-        """A client of paths and bytes."""
+        """Return a client of paths and bytes."""
         return ClientSession(
             f"https://localhost:{self.http}",
             connector=TCPConnector(ssl=self.trust),
@@ -229,13 +236,13 @@ class BalancedPairs:
         )
 
     def grpc_client(self) -> InferenceClient:
-        """Ours."""
+        """Return our client of gRPC."""
         credentials = ClientCredentials(TOKEN, self._authority.path.read_bytes())
         return InferenceClient(f"localhost:{self.grpc}", credentials)
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens at just now."""
+    """Return ports that are free at this moment."""
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     try:
         return [int(server.getsockname()[1]) for server in servers]

@@ -1,9 +1,9 @@
-"""A scene before any balancer: one server is drained and comes back, another one is lost.
+"""A scenario behind any balancer: one server is drained and returns, another one is lost.
 
-Half of the conversations come over HTTP, and half of these without a name, to any server: sent
-whole, or turn by turn, each behind the last response. All others over HTTP are sent whole, and
-those over gRPC turn by turn. Where servers share nothing all are sent whole, by their names, for
-the others would have lost their words.
+Half of the conversations use HTTP, and half of these have no name and reach any server: sent whole,
+or turn by turn, each after the last response. All others over HTTP are sent whole, and those over
+gRPC turn by turn. Where servers share nothing, all are sent whole, by their names, since the others
+would have lost their history.
 """
 
 import asyncio
@@ -46,16 +46,25 @@ class Tale:
     """A conversation.
 
     Attributes:
-        name: what its client calls it.
-        is_http: whether its client comes over HTTP.
-        is_named: whether its client tells its name.
-        is_followed: whether it sends what is new, behind the last response; else it sends all of it
-            each time, if it comes over HTTP.
-        session: id of the session that has had its last turn.
-        num_turns: that its client has had.
-        num_tokens: of context that could have KV after them.
-        recomputed: tokens of history that its last turn has computed anew.
-        total_recomputed: that all turns have.
+
+    name: the client's name of it.
+
+    is_http: whether its client uses HTTP.
+
+    is_named: whether its client sends the name.
+
+    is_followed: whether it sends only new messages, after the last response; else it sends the
+    whole conversation each time, if it uses HTTP.
+
+    session: id of the session of its last turn.
+
+    num_turns: its client's turns.
+
+    num_tokens: of context that could have KV after them.
+
+    recomputed: tokens of history that its last turn has computed again.
+
+    total_recomputed: likewise of all turns.
     """
 
     name: str
@@ -71,7 +80,7 @@ class Tale:
     _last_response: str | None = None
 
     async def go_on(self, http: openai.AsyncOpenAI, grpc_client: InferenceClient) -> None:
-        """Have the next turn answered; its client tries again what may be tried again."""
+        """Send the next turn; the client retries what may be retried."""
         said = f"{self.name}, {self.num_turns}: {SAID}"
         if self.is_followed:
             reused, num_tokens = await self._follow(http, said)
@@ -125,16 +134,21 @@ class Tale:
 
 @dataclass(frozen=True)
 class Scene:
-    """What has become of the conversations.
+    """The measurements over all conversations.
 
     Attributes:
-        tales: all of them.
-        moved: tokens that were computed anew when the first server was drained, by the
-            conversations that were there.
-        lost: likewise when the second one was lost.
-        unpushed: tokens that only that one had.
-        back: likewise when the first one had come back.
-        at_stake: tokens that all these conversations had when they changed servers.
+
+    tales: all of them.
+
+    moved: tokens that existing conversations computed again when the first server was drained.
+
+    lost: likewise when the second one was lost.
+
+    unpushed: tokens that only that one had.
+
+    back: likewise when the first one had returned.
+
+    at_stake: tokens that all these conversations had when they changed servers.
     """
 
     tales: Sequence[Tale]
@@ -146,16 +160,16 @@ class Scene:
 
     @property
     def excess(self) -> int:
-        """Tokens that were computed anew though the store had them."""
+        """Return the tokens that were computed again though the store had them."""
         return self.moved + self.back + max(0, self.lost - self.unpushed)
 
     @property
     def recomputed(self) -> int:
-        """Tokens of history that were computed anew, in all turns."""
+        """Return the tokens of history that were computed again, in all turns."""
         return sum(tale.total_recomputed for tale in self.tales)
 
     def __str__(self) -> str:
-        """Return its figures."""
+        """Return the measurements as text."""
         unnamed = sum(tale.total_recomputed for tale in self.tales if not tale.is_named)
         return (
             f"{len(self.tales)} conversations of 6 turns: {self.recomputed} tokens of history "
@@ -165,8 +179,8 @@ class Scene:
         )
 
 
-async def checked(front: Front, oracle, num_tales: int, store: Path | None) -> Scene:
-    """Play the scene; each answer is that of recomputation, wherever it was given."""
+async def run_checked(front: Front, oracle, num_tales: int, store: Path | None) -> Scene:
+    """Run the scenario; check that each answer equals recomputation, on every server."""
     try:
         await front.start()
         scene = await play(front, num_tales, store)
@@ -181,7 +195,7 @@ async def checked(front: Front, oracle, num_tales: int, store: Path | None) -> S
 
 
 async def read(front: Front, tale: Tale) -> Sequence[pb.TurnRecord]:
-    """All turns of a conversation, where it is longest."""
+    """Return all turns of a conversation, from the pair with most of them."""
     running = [pair for pair in front.pairs.values() if pair.is_running]
     found = [await pair.session(tale.session) for pair in running]
     longest = max((session for session in found if session), key=lambda one: one.turns)
@@ -189,12 +203,15 @@ async def read(front: Front, tale: Tale) -> Sequence[pb.TurnRecord]:
 
 
 async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
-    """Six turns of each conversation.
+    """Run six turns of each conversation.
 
     Args:
-        front: the balancer, and three pairs.
-        num_tales: how many conversations.
-        store: directory that the pairs share; None: they share nothing.
+
+    front: the balancer, and three pairs.
+
+    num_tales: how many conversations.
+
+    store: directory that the pairs share; None: they share nothing.
     """
     tales = [
         Tale(
@@ -219,7 +236,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
 
         await go_on(tales)
         await go_on(tales)
-        on_out = await held_by(front, out, tales)
+        on_out = await tales_at(front, out, tales)
         at_stake = sum(tale.num_tokens for tale, _ in on_out)
         await front.take_out(out.name)
         if store is not None:
@@ -227,7 +244,7 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         await go_on(tales)
         moved = sum(tale.recomputed for tale, _ in on_out)
 
-        on_lost = await held_by(front, lost, tales)
+        on_lost = await tales_at(front, lost, tales)
         running = asyncio.create_task(go_on(tale for tale in tales if not tale.is_http))
         if store is not None:
             await lost.until_computing()
@@ -236,17 +253,17 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
         await lost.lose()
         unpushed = 0
         for tale, key in on_lost:
-            pushed = await pushed_tokens(store, key) if store else 0
+            pushed = await num_pushed_tokens(store, key) if store else 0
             unpushed += max(0, before[tale.name] - pushed)
         await running
         await go_on(tale for tale in tales if tale.is_http)
         recomputed = sum(tale.recomputed for tale, _ in on_lost)
 
         if store is not None:
-            await until_pushed(store, await held_by(front, None, tales))
+            await until_pushed(store, await tales_at(front, None, tales))
         await front.bring_back(out.name)
         await go_on(tales)
-        come_back = await held_by(front, out, tales)
+        come_back = await tales_at(front, out, tales)
         back = sum(tale.recomputed for tale, _ in come_back)
         at_stake += sum(tale.num_tokens for tale, _ in come_back)
         await go_on(tales)
@@ -254,10 +271,10 @@ async def play(front: Front, num_tales: int, store: Path | None) -> Scene:
     return Scene(tales, moved, recomputed, unpushed, back, at_stake)
 
 
-async def held_by(
+async def tales_at(
     front: Front, pair: Pair | None, tales: Sequence[Tale]
 ) -> list[tuple[Tale, SessionKey]]:
-    """Which conversations went on last where a pair is, by what kvds have of them; None: any."""
+    """Return the conversations whose last turn was at a pair, by the kvds; None: any."""
     most: dict[str, tuple[int, str, SessionKey]] = {}
     for other in front.pairs.values():
         for info in await sessions_of(other.kvd) if other.is_running else ():
@@ -269,8 +286,8 @@ async def held_by(
     return [(tale, key) for tale, (_, name, key) in found if pair is None or name == pair.name]
 
 
-async def pushed_tokens(store: Path, key: SessionKey) -> int:
-    """How much of a session is in the store."""
+async def num_pushed_tokens(store: Path, key: SessionKey) -> int:
+    """Return how much of a session is in the store."""
     manifest = await asyncio.to_thread(manifest_of, store, key)
     return manifest.num_tokens if manifest else 0
 
@@ -280,6 +297,6 @@ async def until_pushed(store: Path, tales: Iterable[tuple[Tale, SessionKey]]) ->
     for tale, key in tales:
 
         async def is_there(tale: Tale = tale, key: SessionKey = key) -> bool:
-            return await pushed_tokens(store, key) >= tale.num_tokens
+            return await num_pushed_tokens(store, key) >= tale.num_tokens
 
         await eventually(is_there, wanted=True)

@@ -1,4 +1,4 @@
-"""Pairs that stand behind a balancer: each a real kvd and its real service."""
+"""Pairs behind a balancer: each a real kvd and its real service."""
 
 import asyncio
 import signal
@@ -19,13 +19,18 @@ class Pair:
     """One kvd and its service, as on a server of its own.
 
     Args:
-        name: of the server, as tests call it.
-        directory: short: sockets lie in it.
-        flags: of the service.
-        store: directory of an object store that all servers have; None: they share nothing.
+
+    name: of the server, as tests call it.
+
+    directory: short, for the socket paths.
+
+    flags: of the service.
+
+    store: directory of an object store that all servers have; None: they share nothing.
 
     Attributes:
-        is_running: whether its service is there.
+
+    is_running: whether its service runs.
     """
 
     def __init__(
@@ -48,28 +53,28 @@ class Pair:
         )
 
     async def start(self) -> None:
-        """Start all; return when the service has its kvd."""
+        """Start both; return when the service has attached to its kvd."""
         await self.kvd.start()
         if self.following is not None:
             self.following.start()
         await self.start_service()
 
     async def start_service(self) -> None:
-        """Start the service, or start it again."""
+        """Start the service, or restart it."""
         await self.service.start()
         self.is_running = True
         async with self.service.client() as client:
             await wait_kvd_state(client, "attached")
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop both."""
         await self.service.stop()
         if self.following is not None:
             await self.following.end(signal.SIGKILL)
         await self.kvd.stop()
 
     def terminate(self) -> None:
-        """Have the service drain and end, as a supervisor does."""
+        """Send SIGTERM to the service, as a supervisor does: it drains and ends."""
         self.service.send_signal(signal.SIGTERM)
 
     async def ended(self) -> int:
@@ -79,12 +84,12 @@ class Pair:
         return code
 
     async def kill(self) -> None:
-        """End the service with SIGKILL."""
+        """Kill the service with SIGKILL."""
         await self.service.kill()
         self.is_running = False
 
     async def lose(self) -> None:
-        """End all with SIGKILL, as a server that loses power; its memory is gone, too."""
+        """Kill both with SIGKILL, as at a power failure; its memory is lost, too."""
         await self.kill()
         if self.following is not None:
             await self.following.end(signal.SIGKILL)
@@ -92,7 +97,7 @@ class Pair:
         await self.kvd.kill()
 
     async def session(self, session_id: str) -> pb.Session | None:
-        """A session with its turns, asked for past the balancer; None: it is not here."""
+        """Return a session with its turns, past the balancer; None: it is not here."""
         async with self.service.client() as client:
             try:
                 return await client.get_session(session_id, with_turns=True)
@@ -100,7 +105,7 @@ class Pair:
                 return None
 
     async def until_running(self, num_turns: int) -> None:
-        """Return when so many turns are being computed."""
+        """Return when this many turns are being computed."""
         async with asyncio.timeout(SETTLE_S), self.service.client() as client:
             while (await client.get_model()).running_turns != num_turns:
                 await pause()  # there is nothing to subscribe to
@@ -114,13 +119,13 @@ class Pair:
                 await pause()
 
     async def counter(self, name: str) -> int:
-        """Of the service."""
+        """Return a counter of the service."""
         async with self.service.client() as client:
             return int((await client.get_model()).counters[name])
 
 
 async def holder(pairs: Mapping[str, Pair], session_id: str) -> str:
-    """Which pair has a session; of those that run there is one."""
+    """Return the running pair that has a session."""
     running = [pair for pair in pairs.values() if pair.is_running]
     found = [pair.name for pair in running if await pair.session(session_id)]
     assert len(found) == 1, found
@@ -128,7 +133,7 @@ async def holder(pairs: Mapping[str, Pair], session_id: str) -> str:
 
 
 async def check_identical(pairs: Mapping[str, Pair], oracle, session_ids: Iterable[str]) -> None:
-    """Every answer of these sessions is what recomputation says, wherever it was given."""
+    """Check that every answer of these sessions equals recomputation, on every server."""
     for session_id in set(session_ids):
         session = await pairs[await holder(pairs, session_id)].session(session_id)
         turns = [(turn.input_ids, turn.output_ids) for turn in session.turn_records]

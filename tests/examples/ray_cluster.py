@@ -1,4 +1,4 @@
-"""Two pairs behind Ray Serve: a cluster of this machine alone, with the config of examples/ray."""
+"""Two pairs behind Ray Serve: a cluster on this machine only, with examples/ray's config."""
 
 import asyncio
 import contextlib
@@ -45,10 +45,14 @@ class RayCluster:
     """The pairs, the cluster before them, and its clients.
 
     Args:
-        model_dir: of the model that all serve.
-        directory: short: sockets lie in it.
-        num_pairs: how many there are.
-        store: directory of an object store that all pairs have; None: they share nothing.
+
+    model_dir: of the model that all serve.
+
+    directory: short, for the socket paths.
+
+    num_pairs: how many there are.
+
+    store: directory of an object store that all pairs have; None: they share nothing.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class RayCluster:
         self._nodes: Cluster | None = None
 
     def _here(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The shipped file with ports and sockets of this test, and one server."""
+        """Return the shipped file with this test's ports and sockets, and one server."""
         config["http_options"] |= {"host": "127.0.0.1", "port": self.http}
         config["grpc_options"] |= {"port": self.grpc}
         (application,) = config["applications"]
@@ -86,7 +90,7 @@ class RayCluster:
         return config
 
     def service_of(self, name: str) -> dict[str, str]:
-        """How the config names a pair's service."""
+        """Return the config's name of a pair's service."""
         place = self.directory / name
         return {"socket": f"unix:{place}/inference.sock", "http": f"unix:{place}/openai.sock"}
 
@@ -108,7 +112,7 @@ class RayCluster:
         await self.deploy(self.config)
 
     def _start_ray(self) -> None:
-        """Start two nodes, both of this machine; the first has room for one replica."""
+        """Start two nodes, both on this machine; the first has room for one replica."""
         self._nodes = Cluster(
             initialize_head=True,
             head_node_args={
@@ -122,13 +126,13 @@ class RayCluster:
         ray.init(address=self._nodes.address, log_to_driver=False)
 
     async def deploy(self, config: dict[str, Any]) -> None:
-        """What `serve deploy` does with a config; raises RuntimeError if it comes to nothing."""
+        """Run `serve deploy` with a config; raise RuntimeError if it fails."""
         client = _get_global_client()
         schema = ServeDeploySchema(**config)
         await asyncio.to_thread(partial(client.deploy_apps, schema, _blocking=True))
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop all."""
         self._stop_ray()
         for name, value in self._environ_before.items():
             os.environ.pop(name, None)
@@ -138,7 +142,7 @@ class RayCluster:
         shutil.rmtree(self._ray_directory, ignore_errors=True)
 
     def _stop_ray(self) -> None:
-        with contextlib.suppress(Exception):  # there may be nothing to be ended
+        with contextlib.suppress(Exception):  # there may be nothing to stop
             serve.shutdown()
         ray.shutdown()
         if self._nodes is not None:
@@ -146,7 +150,7 @@ class RayCluster:
             self._nodes = None
 
     async def mend(self) -> None:
-        """Start again what has ended; return when Ray sends turns to each pair."""
+        """Restart what has ended; return when Ray sends turns to each pair."""
         ended = [pair for pair in self.pairs.values() if not pair.is_running]
         await asyncio.gather(*(pair.start_service() for pair in ended))
         for pair in ended:
@@ -158,12 +162,12 @@ class RayCluster:
         assert await self.pairs[name].ended() == 0
 
     async def bring_back(self, name: str) -> None:
-        """Start a service again; returns when turns are sent there."""
+        """Restart a service; return when it gets turns."""
         await self.pairs[name].start_service()
         await self.until_taking(name)
 
     async def until_taking(self, name: str) -> None:
-        """Return when a pair gets turns: each is of a session that was never asked for before."""
+        """Return when a pair gets turns; each try is of a new session."""
         tries = 0
 
         async def answered() -> str:
@@ -181,12 +185,12 @@ class RayCluster:
         await eventually(answered, wanted=name)
 
     async def _finished(self) -> dict[str, int]:
-        """How many turns each pair that runs has answered; a session that is shared all know."""
+        """Return each running pair's number of answered turns; all know a shared session."""
         running = [pair for pair in self.pairs.values() if pair.is_running]
         return {pair.name: await pair.counter("turns_finished") for pair in running}
 
     def session_of(self, pair: str, beginning: str) -> str:
-        """A name that is a pair's on the hash ring."""
+        """Return a name that belongs to a pair on the hash ring."""
         names = {name: f"{os.uname().nodename}:{self._socket(name)}" for name in self.pairs}
         ring = HashRing(names.values())
         tried = (f"{beginning}-{number}" for number in range(1000))
@@ -198,14 +202,14 @@ class RayCluster:
     # -------------------------------------------------------------------------- the clients' side
 
     def openai(self) -> AsyncOpenAI:
-        """The official client; it does not try again."""
+        """Return the official client, without retries."""
         url = f"http://127.0.0.1:{self.http}/v1"
         return AsyncOpenAI(api_key=NO_KEY, base_url=url, max_retries=0)
 
     def plain_http(self) -> ClientSession:
-        """A client of paths and bytes."""
+        """Return a client of paths and bytes."""
         return ClientSession(f"http://127.0.0.1:{self.http}")
 
     def grpc_client(self) -> InferenceClient:
-        """Ours."""
+        """Return our client of gRPC."""
         return InferenceClient(f"127.0.0.1:{self.grpc}")

@@ -1,4 +1,4 @@
-"""Conversations of clients of a balancer: OpenAI's, which are sent whole, and gRPC's."""
+"""Conversations of a balancer's clients: OpenAI's, which are sent whole, and gRPC's."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,25 @@ from tests.examples.pairs import Pair, holder
 MODEL = "tiny"
 NUM_TALKS = 7
 LENGTH = 8
-LONG = 600  # tokens of an answer that is still being computed when something happens
+LONG = 600  # tokens of an answer that is still being computed during an event
 
 
 class Talk:
     """A conversation of OpenAI's API, which its client sends whole each time.
 
     Args:
-        name: of it, in the header.
-        header: that says its name.
+
+    name: of it, in the header.
+
+    header: that has its name.
 
     Attributes:
-        name: of it, in the header.
-        answers: each session that answered, in order.
-        cached: tokens of each prompt that were not computed.
+
+    name: of it, in the header.
+
+    answers: each session that answered, in order.
+
+    cached: tokens of each prompt that were not computed.
     """
 
     def __init__(self, name: str, header: str = "X-Session-Id") -> None:
@@ -38,14 +43,14 @@ class Talk:
         self._messages = [{"role": "system", "content": opening}]
 
     async def say(self, client: openai.AsyncOpenAI, length: int = LENGTH, **fields) -> None:
-        """A turn."""
+        """Send a turn and read its answer."""
         answer = await client.chat.completions.create(**self._ask(length), **fields)
         self._note(answer.choices[0].message.content, answer)
 
     async def stream(
         self, client: openai.AsyncOpenAI, begun: asyncio.Semaphore, length: int = LONG
     ) -> None:
-        """A turn that is streamed; `begun` is released at its first token."""
+        """Send a streamed turn; `begun` is released at its first token."""
         stream = await client.chat.completions.create(
             **self._ask(length), stream=True, stream_options={"include_usage": True}
         )
@@ -65,9 +70,9 @@ class Talk:
     async def stream_unread(
         self, client: openai.AsyncOpenAI, begun: asyncio.Semaphore, length: int = LONG
     ) -> None:
-        """As `stream`, but what comes is read when all of it is there.
+        """Do as `stream`, but read only once everything has arrived.
 
-        Clients that are slower than their servers begin when the answer has long ended.
+        Clients that are slower than their servers begin to read after the answer's end.
         """
         streamed = client.chat.completions.with_streaming_response
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -110,20 +115,22 @@ def _text_of(chunk: ChatCompletionChunk) -> str:
 
 
 def some_talks(name: str, number: int = NUM_TALKS) -> list[Talk]:
+    """Return some conversations with different names."""
     return [Talk(f"{name}-{index}") for index in range(number)]
 
 
 async def say_all(talks: Sequence[Talk], client: openai.AsyncOpenAI, length: int = LENGTH) -> None:
+    """Send a turn of each conversation."""
     await asyncio.gather(*(talk.say(client, length) for talk in talks))
 
 
 def answers_of(talks: Sequence[Talk]) -> set[str]:
-    """Every session that has answered in one of them."""
+    """Return every session that has answered in one of them."""
     return {session_id for talk in talks for session_id in talk.answers}
 
 
 async def by_pair(pairs: Mapping[str, Pair], talks: Sequence[Talk]) -> dict[str, list[Talk]]:
-    """The talks, by which pair has answered last; each has some."""
+    """Return the conversations by the pair of their last answer; each has some."""
     found: dict[str, list[Talk]] = {}
     for talk in talks:
         found.setdefault(await holder(pairs, talk.answers[-1]), []).append(talk)
@@ -131,7 +138,7 @@ async def by_pair(pairs: Mapping[str, Pair], talks: Sequence[Talk]) -> dict[str,
 
 
 async def tell(client: InferenceClient, name: str, length: int = LENGTH, **fields) -> TurnResult:
-    """A turn of a session; only what is new, which no other session says."""
+    """Send a turn of a session: only a new message, which no other session has."""
     sampling = pb.Sampling(max_tokens=length, ignore_eos=True)
     text = f"This is {name}. " + "Keys and values are kept. " * 30
     request = turn_request(text, name, sampling=sampling, **fields)

@@ -48,7 +48,7 @@ async def running(tiny_model, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def balanced(running):
-    """All pairs, whatever became of them before."""
+    """Return the pairs, restored after the previous test."""
     await running.mend()
     return running
 
@@ -56,14 +56,14 @@ async def balanced(running):
 # ---------------------------------------------------------------------------------------- the file
 
 
-async def test_names_are_looked_for_as_the_service_does():
+async def test_names_are_found_as_by_the_service():
     """The same headers, in the same order."""
     http = TEXT.partition("frontend http")[2].partition("frontend grpc")[0]
     assert re.findall(r"set-var\(txn\.session\) req\.fhdr\(([\w-]+)\)", http) == [*CONVERSATIONS]
 
 
-async def test_each_server_is_the_same_in_every_backend():
-    """A name has one place on the hash ring by id and weight, and one drain is for all."""
+async def test_each_server_is_equal_in_every_backend():
+    """A name's place on the hash ring depends on id and weight, and one drain applies to all."""
     lines = re.findall(
         r"^    server (\w+) ([\d.]+):\d+ id (\d+) .*?(track .*)?$", TEXT, re.MULTILINE
     )
@@ -79,7 +79,7 @@ async def test_each_server_is_the_same_in_every_backend():
 
 
 async def test_conversations_stay(balanced, oracle):
-    """Each has a server, and its history is there, streamed or not."""
+    """Each conversation has a server with its history, streamed or not."""
     talks = some_talks("stays")
     async with balanced.openai() as client:
         for _ in range(2):
@@ -95,8 +95,8 @@ async def test_conversations_stay(balanced, oracle):
     await check_identical(balanced.pairs, oracle, answers_of(talks))
 
 
-async def test_names_that_differ_little_are_spread(balanced):
-    """No server has more than twice another's; who names nothing goes wherever there is room."""
+async def test_similar_names_are_spread(balanced):
+    """No server has more than twice another's share; unnamed requests go where there is room."""
 
     async def asked(backend: str, *names: str) -> dict[str, int]:
         before = await balanced.stats(backend)
@@ -118,8 +118,8 @@ async def test_names_that_differ_little_are_spread(balanced):
     assert min(unnamed.values()) > 0
 
 
-async def test_who_leaves_is_not_answered_to_the_end(balanced):
-    """The service hears of it through the balancer."""
+async def test_a_disconnected_clients_turn_is_cancelled(balanced):
+    """The service notices the disconnect through the balancer."""
     talk = Talk("leaves")
     async with balanced.openai() as client:
         await talk.say(client)
@@ -132,8 +132,8 @@ async def test_who_leaves_is_not_answered_to_the_end(balanced):
     assert await pair.counter("turns_cancelled") == before + 1
 
 
-async def test_a_server_that_is_drained(balanced, oracle):
-    """What it has begun ends, its conversations go elsewhere and come back; others stay."""
+async def test_a_server_is_drained(balanced, oracle):
+    """Its turns finish, its conversations move and later return; others stay."""
     talks, begun = some_talks("drained"), asyncio.Semaphore(0)
     async with balanced.openai() as client:
         await say_all(talks, client)
@@ -164,7 +164,7 @@ async def test_a_server_that_is_drained(balanced, oracle):
 
 
 async def test_sessions_of_grpc(balanced, oracle):
-    """They stay where HTTP has them, too; where another server is asked for more, it says no."""
+    """They stay on the servers that HTTP chooses; another server refuses further turns."""
     names = [f"tale-{number}" for number in range(6)]
     talks = [Talk(name) for name in names]
     async with balanced.openai() as http, balanced.grpc_client() as client:
@@ -203,8 +203,8 @@ async def test_sessions_of_grpc(balanced, oracle):
 # ------------------------------------------------------------------------------- servers that end
 
 
-async def test_a_service_that_is_stopped(balanced, oracle):
-    """It says that it is not ready, ends what it has begun, and who comes meanwhile is served."""
+async def test_a_service_is_stopped(balanced, oracle):
+    """It reports not ready, finishes its turns, and others serve new requests."""
     talks, begun = some_talks("stopped"), asyncio.Semaphore(0)
     async with balanced.openai() as client:
         await say_all(talks, client)
@@ -227,8 +227,8 @@ async def test_a_service_that_is_stopped(balanced, oracle):
     await check_identical(balanced.pairs, oracle, answers_of([*talks, *late]))
 
 
-async def test_a_service_that_is_killed(balanced, oracle):
-    """What is not answered is answered by another, what is half answered breaks off."""
+async def test_a_service_is_killed(balanced, oracle):
+    """Unanswered requests go to another server; half-answered ones break off."""
     talks = some_talks("killed")
     async with balanced.openai() as client, balanced.grpc_client() as grpc_client:
         await say_all(talks, client)

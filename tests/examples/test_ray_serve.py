@@ -50,7 +50,7 @@ async def running(tiny_model, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def cluster(running):
-    """All pairs, whatever became of them before."""
+    """Return the pairs, restored after the previous test."""
     await running.mend()
     return running
 
@@ -59,7 +59,7 @@ async def cluster(running):
 
 
 async def test_conversations_stay(cluster, oracle):
-    """Each has a server, and its history is there, streamed or not."""
+    """Each conversation has a server with its history, streamed or not."""
     talks = some_talks("stays")
     async with cluster.openai() as client:
         for _ in range(2):
@@ -90,14 +90,14 @@ async def test_agents_name_their_conversations(cluster, header):
     assert all(talk.cached[-1] for talk in talks)
 
 
-async def asked(http: ClientSession, method: str, path: str, **fields):
-    """Status, headers and body of an answer."""
+async def send_request(http: ClientSession, method: str, path: str, **fields):
+    """Return status, headers and body of an answer."""
     async with http.request(method, path, **fields) as response:
         return response.status, response.headers.copy(), await response.read()
 
 
-async def test_answers_are_those_of_a_pair_that_is_asked_directly(cluster):
-    """Status, body and headers, of answers and of errors; Anthropic's API as well."""
+async def test_answers_equal_those_of_a_pair_without_ray(cluster):
+    """Status, body and headers of answers and of errors are equal; Anthropic's API as well."""
     message = [{"role": "user", "content": "Why? " * 20}]
     body = {"model": MODEL, "messages": message, "max_tokens": LENGTH, "temperature": 0}
     requests = [
@@ -116,18 +116,20 @@ async def test_answers_are_those_of_a_pair_that_is_asked_directly(cluster):
     directly = ClientSession("http://localhost", connector=UnixConnector(socket))
     async with through_ray, directly:
         for method, path, fields in requests:
-            status, headers, answer = await asked(through_ray, method, path, **deepcopy(fields))
-            expected = await asked(directly, method, path, **deepcopy(fields))
+            status, headers, answer = await send_request(
+                through_ray, method, path, **deepcopy(fields)
+            )
+            expected = await send_request(directly, method, path, **deepcopy(fields))
             assert status == expected[0], path
-            assert told(answer) == told(expected[2]), path
+            assert texts_of(answer) == texts_of(expected[2]), path
             assert headers.keys() >= {
                 name for name in expected[1] if name.lower() not in {"connection", "server"}
             }
             assert len(headers.getall("Date")) == 1
 
 
-def told(answer: bytes) -> list[bytes]:
-    """What an answer says, but for its ids and times: pieces of text of more than a few letters."""
+def texts_of(answer: bytes) -> list[bytes]:
+    """Return the texts of an answer without ids and times: those of more than a few letters."""
     pieces = answer.replace(b'"', b" ").replace(b"\n", b" ").split()
     return [piece for piece in pieces if not any(48 <= one <= 57 for one in piece)]
 
@@ -136,20 +138,20 @@ async def test_requests_without_a_session_go_wherever_there_is_room(cluster):
     before = {name: await pair.counter("turns_finished") for name, pair in cluster.pairs.items()}
     body = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hi"}]}
     async with cluster.plain_http() as http:
-        asking = [asked(http, "POST", "/v1/chat/completions", json=body) for _ in range(8)]
+        asking = [send_request(http, "POST", "/v1/chat/completions", json=body) for _ in range(8)]
         assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
     for name, pair in cluster.pairs.items():
         assert await pair.counter("turns_finished") > before[name]
 
 
 async def until_stopped(pair, num_cancelled: int) -> None:
-    """Return when nothing runs at a pair, and so many turns were cancelled."""
+    """Return when a pair is idle, and this many of its turns were cancelled."""
     await pair.until_running(0)
     await eventually(partial(pair.counter, "turns_cancelled"), wanted=num_cancelled)
 
 
-async def test_who_leaves_is_not_answered_to_the_end(cluster):
-    """The service hears of it, through HTTP and through gRPC."""
+async def test_a_disconnected_clients_turn_is_cancelled(cluster):
+    """The service notices the disconnect, through HTTP and through gRPC."""
     talk = Talk(cluster.session_of("pair1", "leaves"))
     pair = cluster.pairs["pair1"]
     before = await pair.counter("turns_cancelled")
@@ -169,7 +171,7 @@ async def test_who_leaves_is_not_answered_to_the_end(cluster):
 
 
 async def test_sessions_of_grpc(cluster, oracle):
-    """They stay where HTTP has them, too; errors come as the service words them."""
+    """They stay on the servers that HTTP chooses; errors are the service's own."""
     names = [f"tale-{number}" for number in range(6)]
     talks = [Talk(name) for name in names]
     async with cluster.openai() as http, cluster.grpc_client() as client:
@@ -201,8 +203,8 @@ async def test_sessions_of_grpc(cluster, oracle):
 # ------------------------------------------------------------------------------- servers that end
 
 
-async def test_a_service_that_is_stopped(cluster, oracle):
-    """What it has begun ends there; whoever comes is served, before routers know and after."""
+async def test_a_service_is_stopped(cluster, oracle):
+    """Its turns finish there; new requests are served, before the routers know and after."""
     talks, begun = some_talks("stopped"), asyncio.Semaphore(0)
     async with cluster.openai() as client, cluster.grpc_client() as grpc_client:
         await say_all(talks, client)
@@ -226,8 +228,8 @@ async def test_a_service_that_is_stopped(cluster, oracle):
     await check_identical(cluster.pairs, oracle, answers_of([*talks, *late]))
 
 
-async def test_a_service_that_is_killed(cluster, oracle):
-    """What is not answered is answered by another, what is half answered breaks off."""
+async def test_a_service_is_killed(cluster, oracle):
+    """Unanswered requests go to another server; half-answered ones break off."""
     talks = some_talks("killed")
     async with cluster.openai() as client, cluster.grpc_client() as grpc_client:
         await say_all(talks, client)
@@ -259,7 +261,7 @@ async def test_a_service_that_is_killed(cluster, oracle):
 
 
 async def patient(client: InferenceClient, name: str):
-    """A turn that its client tries again while nobody takes it."""
+    """Send a turn that its client retries while no server accepts it."""
     return await client.submit_patiently(turn_request("And now?", name))
 
 
@@ -277,8 +279,8 @@ async def patient(client: InferenceClient, name: str):
         ([], "no service is configured"),
     ],
 )
-async def test_a_deployment_before_no_service(cluster, services, told):
-    """It says why; the others go on."""
+async def test_a_deployment_without_its_service(cluster, services, told):
+    """The error has the reason; the other services continue."""
     config = deepcopy(cluster.config)
     broken = deepcopy(config["applications"][0])
     broken |= {"name": "broken", "route_prefix": "/broken"}
@@ -296,7 +298,7 @@ async def test_a_deployment_before_no_service(cluster, services, told):
         (deployment,) = serve.status().applications["broken"].deployments.values()
         assert told in deployment.message
         async with cluster.plain_http() as http:
-            assert (await asked(http, "GET", "/v1/models"))[0] == 200
+            assert (await send_request(http, "GET", "/v1/models"))[0] == 200
     finally:
         deploying.cancel()
         await cluster.deploy(cluster.config)

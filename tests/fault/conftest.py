@@ -1,6 +1,6 @@
 """The table of faults and outcomes, printed after the run.
 
-One line a test of this folder. What happened to stored sessions is told by the test itself, through
+One line per test of this folder. The test itself reports what happened to stored sessions, with
 `outcome`. With FAULT_TABLE=FILE the table is also written there, as Markdown.
 """
 
@@ -15,12 +15,12 @@ from tests.faulty_kvd import FaultyKvd
 
 HERE = Path(__file__).parent
 ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
-_config: list[pytest.Config] = []  # a report does not say which session it is of
+_config: list[pytest.Config] = []  # a test report does not name its session
 
 
 @pytest.fixture
 def outcome(record_property) -> Callable[[object], None]:
-    """Say what became of what was stored."""
+    """Let a test report what became of the stored data."""
 
     def tell(text: object) -> None:
         told = text if isinstance(text, str) else ", ".join(f"{n} {k}" for k, n in text.items())
@@ -31,7 +31,7 @@ def outcome(record_property) -> Callable[[object], None]:
 
 @pytest_asyncio.fixture
 async def new_kvd(tmp_path):
-    """Makes the kvd of a test, not started yet; it does not outlive the test."""
+    """Return a factory for the kvd of a test, which is not started yet; it is killed at the end."""
     made: list[FaultyKvd] = []
 
     def make(settings: dict[str, str], keep: str = "file", kind=FaultyKvd) -> FaultyKvd:

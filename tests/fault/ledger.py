@@ -1,8 +1,7 @@
-"""What has been stored in a kvd that dies and is damaged, and whether it keeps its promises.
+"""A record of what was stored in a kvd that is killed or damaged, and checks of its promises.
 
-After whatever has happened: each session that was stored is served with the right bytes, or less of
-it is and the miss has a reason; every copy that kvd has agrees with its checksums; flushed, nothing
-is left of anything.
+After any fault each stored session is served with the right bytes, or a prefix of it is and the
+miss has a reason; every copy that kvd has agrees with its checksums; after a flush nothing is left.
 """
 
 from collections import Counter
@@ -29,13 +28,13 @@ class Ledger:
         self.durable: dict[str, int] = {}  # tokens in full blocks that must not be lost any more
 
     async def store(self, engine: SyntheticEngine, name: str, tokens: list[int]) -> None:
-        """Store a session; what it was before must be a prefix of it."""
+        """Store a session; an earlier state of it must be a prefix."""
         self.tokens[name] = tokens
         self._acknowledged.setdefault(name, 0)
         self._acknowledged[name] = await engine.store(key_of(name), tokens)
 
     async def grow(self, engine: SyntheticEngine, name: str, num_tokens: int) -> None:
-        """Load what is there of a session, as an engine does before a turn, and add to it."""
+        """Load the stored part of a session, as an engine does before a turn, and add to it."""
         old = self.tokens.get(name, [])
         first = 1000 * (1 + int(name[1:])) + len(old)
         if old:
@@ -43,12 +42,12 @@ class Ledger:
         await self.store(engine, name, old + list(range(first, first + num_tokens)))
 
     async def settle(self, kvd: KvdProcess) -> None:
-        """Have everything written: from here on a kill alone may cost none of it."""
+        """Wait until everything is on SSD: from here on a kill alone may lose none of it."""
         await all_clean(kvd)
         self.durable = {n: num // FULL_BLOCK * FULL_BLOCK for n, num in self._acknowledged.items()}
 
     async def work(self, engine: SyntheticEngine, names: list[str]) -> None:
-        """Grow sessions until kvd does not answer any more."""
+        """Grow sessions until kvd stops answering."""
         for name in names:
             with self.until_refused() as refused:
                 await self.grow(engine, name, 21)
@@ -57,7 +56,7 @@ class Ledger:
 
     @contextmanager
     def until_refused(self) -> Iterator[list[Exception]]:
-        """Collects the error of a kvd that has gone, or refuses."""
+        """Catch the error of a kvd that has gone, or refuses."""
         refused: list[Exception] = []
         try:
             yield refused
@@ -65,7 +64,7 @@ class Ledger:
             refused.append(error)
 
     async def judge(self, engine: SyntheticEngine, kvd: KvdProcess) -> Counter[str]:
-        """Load everything. Returns how many sessions were served from where, cut and missed."""
+        """Load everything; return how many sessions were served from where, cut and missed."""
         outcome: Counter[str] = Counter()
         before = await _misses(kvd)
         for name, tokens in self.tokens.items():
@@ -85,13 +84,13 @@ class Ledger:
         return outcome
 
     def forget_missed(self) -> None:
-        """Do not ask again for sessions of which nothing is left."""
+        """Drop sessions from the record of which kvd has nothing left."""
         for name in [n for n, num in self._acknowledged.items() if not num]:
             del self.tokens[name], self._acknowledged[name]
 
 
 async def everything_verifies(kvd: KvdProcess) -> None:
-    """Every copy in both tiers agrees with its checksums."""
+    """Check that every copy in both tiers agrees with its checksums."""
     code, stdout, stderr = await run_cli("verify", "--runtime-dir", str(kvd.runtime_dir))
     assert code == 0, stdout + stderr
 
@@ -99,7 +98,7 @@ async def everything_verifies(kvd: KvdProcess) -> None:
 async def nothing_leaks(kvd: KvdProcess) -> None:
     """Flush everything: then no slot, extent, lease, session or file is in use.
 
-    No engine may be attached but idle ones.
+    Only idle engines may be attached.
     """
     flush = ("flush", "--all", "--yes", "--runtime-dir", str(kvd.runtime_dir))
     code, stdout, stderr = await run_cli(*flush)
@@ -125,10 +124,10 @@ async def nothing_leaks(kvd: KvdProcess) -> None:
 
 
 def _open_files(pid: int) -> list[str]:
-    """What the descriptors of a process lead to, memfds apart, which have no name to lose."""
+    """Return the targets of a process's descriptors, without memfds, which have no path."""
     links = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # the descriptor was closed in the meantime
             links.append(str(fd.readlink()))
     return [link for link in links if "memfd:" not in link]
 
@@ -138,7 +137,7 @@ async def _misses(kvd: KvdProcess) -> int:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one bit of a file."""
+    """Flip one bit of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)

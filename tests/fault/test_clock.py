@@ -1,7 +1,8 @@
-"""Clocks that jump while kvd is down: no session expires for it, unless time has really passed.
+"""Clocks that jump while kvd is down expire no session unless the time has really passed.
 
-Within one boot kvd's clock is the kernel's boot time; over a reboot it is what it has saved, and
-what the wall clock says has passed since. A reboot is made by what kvd finds in its index.
+Within one boot kvd's clock is the kernel's boot time; over a reboot it is the saved time plus
+the time that has passed by the wall clock. A reboot is simulated by changing the saved clock in
+kvd's index.
 """
 
 import json
@@ -33,7 +34,7 @@ class ShiftedKvd(FaultyKvd):
     offset_s = 0
 
     async def stop(self) -> int:
-        """See KvdProcess: not its parent is kvd, but the only child of that."""
+        """Stop kvd, which is the only child of the started process."""
         if self.offset_s:
             os.kill(_only_child(self.pid), signal.SIGTERM)
             return await self.exit_code()
@@ -52,7 +53,7 @@ def _only_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii"))
 
 
-async def _stored(kvd, engine) -> Ledger:
+async def _store_sessions(kvd, engine) -> Ledger:
     ledger = Ledger()
     for name in NAMES:
         await ledger.grow(engine, name, 50)
@@ -75,7 +76,7 @@ async def test_wall_clock_over_a_reboot(new_kvd, outcome, wall_s, served):
     kvd = new_kvd(SIZES, keep="none")
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, small_layout()) as engine:
-        ledger = await _stored(kvd, engine)
+        ledger = await _store_sessions(kvd, engine)
         assert await kvd.stop() == 0
         _reboot(kvd, wall_s)
         await kvd.start()
@@ -91,7 +92,7 @@ async def test_wall_clock_over_a_reboot(new_kvd, outcome, wall_s, served):
 
 
 def _reboot(kvd, wall_s) -> None:
-    """Have kvd find another boot's clock, saved when the wall clock was `wall_s` behind now."""
+    """Change the index to another boot's clock, saved `wall_s` seconds ago by the wall clock."""
     db = sqlite3.connect(kvd.state_dir / "manifest.db")
     (text,) = db.execute("SELECT value FROM meta WHERE name = ?", (META_NAME,)).fetchone()
     saved = json.loads(text) | {"boot_id": "another", "wall_ns": time.time_ns() - wall_s * 10**9}
@@ -105,7 +106,7 @@ def _reboot(kvd, wall_s) -> None:
     [pytest.param(DAY_S, marks=pytest.mark.long), 3650 * DAY_S],
     ids=["1 day", "10 years"],
 )
-async def test_boot_time_jumps(new_kvd, outcome, offset_s):
+async def test_a_boot_time_that_jumps(new_kvd, outcome, offset_s):
     """A suspended machine ages its sessions; a boot time that goes back again does no harm."""
     if not shutil.which("unshare") or _unshare(offset_s):
         pytest.skip("needs a time namespace: run it as root")
@@ -113,9 +114,9 @@ async def test_boot_time_jumps(new_kvd, outcome, offset_s):
     kvd.offset_s = offset_s
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, small_layout()) as engine:
-        ledger = await _stored(kvd, engine)
+        ledger = await _store_sessions(kvd, engine)
         await kvd.stop()
-        kvd.offset_s = 0  # back by so much
+        kvd.offset_s = 0  # the boot time goes back by this much
         await kvd.start()
         await engine.client.wait_attached(30)
         back = await ledger.judge(engine, kvd)

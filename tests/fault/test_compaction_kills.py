@@ -1,7 +1,7 @@
-"""kvd kills itself amid a compaction, at every write point that one passes: nothing is lost.
+"""kvd kills itself during a compaction, at every write point: nothing is lost.
 
-One directory through all of them. Each start compacts one more session, and dies of it; all
-sessions are then there, as they were: with their old spans or with the new ones.
+All cases share one directory. Each start compacts one more session and is killed;
+afterwards all sessions are complete: with their old spans or with the new ones.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ STEP = 4
 POINTS = [
     (WritePoint.JOURNAL_PUT, 2),  # one new block of two is in the journal
     (WritePoint.SEGMENT_SYNCED, 1),  # new blocks are on SSD, and no index row says so
-    (WritePoint.JOURNAL_CLEARED, 1),  # the session's row is committed, the old blocks go
+    (WritePoint.JOURNAL_CLEARED, 1),  # the session's row is committed, the old blocks are removed
     (WritePoint.JOURNAL_BODY, 1),
     (WritePoint.EXTENT_WRITTEN, 1),
     (WritePoint.JOURNAL_CLEARED, NUM_BLOCKS),
@@ -42,7 +42,7 @@ NUM_SHORT = 3  # the rest takes its time
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
-    """A kvd, its engine, and a sparse session for each point that is not compacted yet."""
+    """Run a kvd with its engine, and an uncompacted sparse session for each point."""
     kvd = FaultyKvd(tmp_path_factory.mktemp("compaction"), **SETTINGS)
     kvd._environment["KVD_COMPACTION__MAX_WASTE"] = "1"
     await kvd.start()
@@ -65,7 +65,7 @@ def _points(numbers: range):
 
 @_points(range(NUM_SHORT))
 async def test_killed_while_compacting(world, number):
-    """The compaction begins once an engine has named the discards; what was stored stays."""
+    """The compaction begins once an engine has named the discards; stored data stays."""
     await _kill_and_compare(world, number)
 
 

@@ -1,4 +1,4 @@
-"""An engine whose KV travels by kvd's copier: identical answers, whenever the copier or kvd dies.
+"""Engines whose KV moves through kvd's copier answer identically when the copier or kvd dies.
 
 The GPU is the stand-in for CUDA's driver, in kvd's processes; the engine computes on the CPU.
 """
@@ -40,7 +40,7 @@ def model(tiny_model):
 
 
 class Copied:
-    """What an engine has a copier do; and the processes that do it."""
+    """The work that an engine gives to a copier, and the copier's processes."""
 
     def __init__(self):
         self.counters = Counters()
@@ -52,14 +52,14 @@ class Copied:
         return self.counters.snapshot()["copiers_lost"]
 
     async def until_open(self):
-        """Wait until all slots may be named."""
+        """Wait until all slots may be used."""
         async with asyncio.timeout(60):
             while (channel := self.link.channel) is None or not channel.has(0):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
 def copiers():
-    """The copiers that live."""
+    """Return the pids of the live copiers."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -69,7 +69,7 @@ def copiers():
 
 @pytest.fixture
 def copied(monkeypatch):
-    """Engines copy by the copier, kvds have GPUs."""
+    """Let engines copy through the copier, and give kvds GPUs."""
     made = Copied()
     for name, value in fake_cuda(copy_s=0.005).items():
         monkeypatch.setenv(name, value)
@@ -103,7 +103,7 @@ async def engine_of(model, directory):
 
 
 class Conversation:
-    """A session; what it has said, and what it is to answer."""
+    """A session, its tokens so far, and its expected answers."""
 
     def __init__(self, local, name):
         self._local, self._name = local, name
@@ -111,7 +111,7 @@ class Conversation:
         self.reused_tokens = []
 
     async def turn(self):
-        """Say something; the answer is that of a recomputation."""
+        """Submit a turn; the answer must equal recomputation."""
         local, prompt = self._local, [*self.ids, *self._local.new_tokens(NEW)]
         said = partial(local.turn, prompt_ids=prompt, max_tokens=ANSWER)
         times = await said(
@@ -127,8 +127,8 @@ class Conversation:
 
 
 @pytest.mark.long
-async def test_history_travels_by_the_copier(copied, model, tmp_path):
-    """Both ways; every turn but the first has its history."""
+async def test_history_is_saved_and_loaded_through_the_copier(copied, model, tmp_path):
+    """Every turn but the first finds its history."""
     async with engine_of(model, tmp_path) as (_, local):
         await copied.until_open()
         sessions = [Conversation(local, f"s{number}") for number in range(3)]
@@ -144,7 +144,7 @@ async def test_history_travels_by_the_copier(copied, model, tmp_path):
 
 @pytest.mark.parametrize("num_rounds", [1, pytest.param(15, marks=pytest.mark.long)])
 async def test_a_copier_may_be_killed_at_any_time(copied, model, tmp_path, num_rounds):
-    """What was under way is copied otherwise: no load fails, no save is lost, nothing hangs."""
+    """Active copies are done otherwise: no load fails, no save is lost, nothing hangs."""
     chance = random.Random(7)  # noqa: S311 - nothing is secret
     async with engine_of(model, tmp_path) as (_, local):
 
@@ -169,15 +169,15 @@ async def test_a_copier_may_be_killed_at_any_time(copied, model, tmp_path, num_r
         counted = local.parts.counters.snapshot()
         assert counted["load_errors"] == counted["save_errors"] == 0
         before = dict(copied.jobs)
-        async with asyncio.timeout(60):  # the last one may be dead, and nobody has noticed
+        async with asyncio.timeout(60):  # the last one may have died without being noticed yet
             while any(copied.jobs[way] == before[way] for way in Way):
                 await copied.until_open()
                 await sessions[0].turn()
                 await local.settle()
 
 
-async def test_a_kvd_that_is_killed_takes_its_copier_along(copied, model, tmp_path):
-    """The next kvd has another one; answers are those of a recomputation meanwhile."""
+async def test_killing_kvd_ends_its_copier(copied, model, tmp_path):
+    """The next kvd starts another copier; in the meantime answers equal recomputation."""
     async with engine_of(model, tmp_path) as (kvd, local):
         await copied.until_open()
         session = Conversation(local, "s")

@@ -1,8 +1,8 @@
-"""Bytes rot, files are cut, or are of another release: misses with a count, never wrong bytes.
+"""Damaged bytes, cut files and other releases' files cause counted misses, never wrong bytes.
 
-Each case stores sessions, so that they are in both tiers, damages files, and loads everything. One
-directory and one engine for all of them. Alone in DRAM or alone on SSD a copy matters; so cases
-that damage SSD take the arena away as well, as a reboot would.
+Each case stores sessions, so that they are in both tiers, damages files, and loads everything. All
+cases share one directory and one engine. Damage shows only if there is no other copy; so cases that
+damage SSD remove the arena as well, as a reboot would.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ LAYOUT = small_layout()
 NUM_SLOTS = 64
 EXTENT_BYTES = LAYOUT.block_bytes + 4096
 NAMES = [f"s{number}" for number in range(6)]
-NUM_TOKENS = 32  # two full blocks a session
+NUM_TOKENS = 32  # two full blocks per session
 NUM_BLOCKS = 2 * len(NAMES)
 SIZES = {
     "KVD_DRAM__BYTES": str(NUM_SLOTS * LAYOUT.block_bytes),
@@ -49,20 +49,20 @@ class Files:
         self.index = kvd.state_dir / "manifest.db"
 
     def slots(self) -> Path:
-        """The arena's memory."""
+        """Return the arena's file."""
         return self._arena("slots")
 
     def journal(self) -> Path:
-        """Its journal."""
+        """Return its journal."""
         return self._arena("journal")
 
     def segment(self) -> Path:
-        """The volume's only segment."""
+        """Return the volume's only segment."""
         (path,) = (self._kvd.state_dir / "volumes").rglob("*.segment")
         return path
 
     def forget_dram(self) -> None:
-        """What a reboot does."""
+        """Remove the arena, as a reboot does."""
         self.slots().unlink()
         self.journal().unlink()
 
@@ -121,10 +121,10 @@ class Case:
 
     Attributes:
         damage: done while kvd is down.
-        served: from where every session is served then; "" if nothing is promised.
-        counter: of the corrupt copies that must have been found.
+        served: the tier that serves every session afterwards; "" if nothing is promised.
+        counter: the counter of corrupt copies that must increase.
         logged: an event that must be in the log.
-        is_unavailable: the layout is served again only when an operator accepts the loss.
+        is_unavailable: whether the layout is served again only after an operator accepts the loss.
     """
 
     damage: Callable[[Files], object]
@@ -219,7 +219,7 @@ def _write_nothing_after(path: Path, size: int) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory):
-    """(kvd, engine): both up."""
+    """Run (kvd, engine), and start them again if a test has failed."""
     kvd = FaultyKvd(tmp_path_factory.mktemp("damage"), **SIZES)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, LAYOUT) as engine:
@@ -229,9 +229,9 @@ async def served(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stored(served):
-    """(kvd, engine, ledger): the same, with sessions in both tiers and nothing else."""
+    """Return (kvd, engine, ledger) with sessions in both tiers and nothing else."""
     kvd, engine = served
-    if not kvd.is_running:  # a test before has failed
+    if not kvd.is_running:  # an earlier test has failed
         kvd._environment |= SIZES
         await kvd.start()
     await engine.client.wait_attached(30)
@@ -245,7 +245,7 @@ async def stored(served):
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 8, seed=1))
 async def test_damaged(stored, outcome, name):
-    """Damaged while kvd is down."""
+    """The damage is done while kvd is down."""
     kvd, engine, ledger = stored
     case, log_bytes = CASES[name], len(kvd.log())
     assert await kvd.stop() == 0
@@ -264,7 +264,7 @@ async def test_damaged(stored, outcome, name):
     if case.counter:
         assert counters[case.counter] > 0
     assert case.logged in kvd.log()[log_bytes:]
-    # Computed and stored again, everything is whole again.
+    # Once stored again, every session is complete.
     for session in NAMES:
         await ledger.store(engine, session, ledger.tokens[session])
     assert sum((await ledger.judge(engine, kvd)).values()) == len(NAMES)
@@ -272,7 +272,7 @@ async def test_damaged(stored, outcome, name):
 
 
 async def test_a_newer_index_is_refused(stored, outcome):
-    """Started on the files of a newer release, kvd says so and changes nothing."""
+    """Started on the files of a newer release, kvd refuses with a reason and changes nothing."""
     kvd, engine, ledger = stored
     assert await kvd.stop() == 0
     _version_index(Files(kvd), 99)
@@ -288,7 +288,7 @@ async def test_a_newer_index_is_refused(stored, outcome):
 
 
 async def test_arena_damaged_while_up_is_found_by_a_scrub(stored, outcome):
-    """`kvd verify` tells of it and drops the copies; they are read from SSD."""
+    """`kvd verify` reports the copies and drops them; they are read from SSD."""
     kvd, engine, ledger = stored
     _flip_slots(Files(kvd))
     code, _, stderr = await run_cli("verify", "--runtime-dir", str(kvd.runtime_dir))
@@ -301,7 +301,7 @@ async def test_arena_damaged_while_up_is_found_by_a_scrub(stored, outcome):
 
 
 async def test_arena_damaged_while_up_is_found_by_verify_on_load(stored, outcome):
-    """With integrity.verify_on_load a load that finds it in DRAM gets the bytes from SSD."""
+    """With integrity.verify_on_load a load that finds damage in DRAM gets the bytes from SSD."""
     kvd, engine, ledger = stored
     assert await kvd.stop() == 0
     kvd._environment["KVD_INTEGRITY__VERIFY_ON_LOAD"] = "true"
@@ -317,7 +317,7 @@ async def test_arena_damaged_while_up_is_found_by_verify_on_load(stored, outcome
 
 
 async def test_segment_damaged_while_up_is_repaired_from_dram(stored, outcome):
-    """`kvd verify --repair` writes corrupt extents again while the good copy is in DRAM."""
+    """`kvd verify --repair` rewrites corrupt extents while the good copy is in DRAM."""
     kvd, engine, ledger = stored
     _flip_extents(Files(kvd), 4096 + 5)
     at = ("--runtime-dir", str(kvd.runtime_dir))

@@ -1,4 +1,4 @@
-"""A disk that is full, slow or broken: DRAM goes on, nothing false is written, and it recovers."""
+"""A disk that is full, slow or broken: DRAM serves, no wrong byte is written, and kvd recovers."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SIZES = {
 
 @contextmanager
 def small_disk(directory, num_bytes):
-    """A file system of its own, of which `num_bytes` are free."""
+    """Mount a file system of which `num_bytes` are free."""
     directory.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0700", "tmpfs", str(directory)]
     if os.geteuid() or subprocess.run(command, check=False).returncode:
@@ -34,25 +34,25 @@ def small_disk(directory, num_bytes):
         subprocess.run(["umount", "--lazy", str(directory)], check=True)  # noqa: S607
 
 
-async def degraded(kvd) -> bool:
-    """Whether the SSD tier says so."""
+async def is_degraded(kvd) -> bool:
+    """Return whether kvd reports the SSD tier as degraded."""
     return any(tier.degraded for tier in (await reader_stats(kvd)).layouts[0].tiers)
 
 
 async def has_room(kvd) -> bool:
-    """Whether kvd has seen that there is room on the disk again."""
+    """Return whether kvd has noticed that there is room on the disk again."""
     ssd = (await reader_stats(kvd)).layouts[0].tiers[1]
     return ssd.capacity_bytes > 1 << 20
 
 
 def forget_dram(kvd) -> None:
-    """What a reboot does."""
+    """Remove the arena, as a reboot does."""
     for path in (kvd.log_path.parent / "shm").rglob("*.*"):
         path.unlink()
 
 
 async def test_disk_full(new_kvd, outcome):
-    """Stores go on in DRAM, a kill on the full disk loses no more, and room makes it whole."""
+    """Stores use DRAM, a kill on the full disk loses no more; new room makes all of it durable."""
     kvd = new_kvd(SIZES)
     with small_disk(kvd.state_dir, 3 << 20):
         await kvd.start()
@@ -98,7 +98,7 @@ def _fill(path):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=lambda n: errno.errorcode[n])
 async def test_every_write_fails(new_kvd, outcome, number):
-    """The tier is degraded, DRAM serves, a kill keeps what DRAM has; then the disk is mended."""
+    """The tier is degraded, DRAM serves, a kill keeps its contents; then the disk is repaired."""
     kvd = new_kvd(SIZES)
     kvd.faults = {"write_errno": number}
     await kvd.start()
@@ -106,7 +106,7 @@ async def test_every_write_fails(new_kvd, outcome, number):
         ledger = Ledger()
         for name in NAMES:
             await ledger.grow(engine, name, 50)
-        await eventually(lambda: degraded(kvd), wanted=True)
+        await eventually(lambda: is_degraded(kvd), wanted=True)
         assert set(await ledger.judge(engine, kvd)) == {"dram"}
         for name in NAMES:
             await until_kept(kvd, name)
@@ -117,14 +117,14 @@ async def test_every_write_fails(new_kvd, outcome, number):
         found = await ledger.judge(engine, kvd)
         outcome(found)
         await all_clean(kvd)
-        assert not await degraded(kvd)
+        assert not await is_degraded(kvd)
         await everything_verifies(kvd)
         await nothing_leaks(kvd)
     assert await kvd.stop() == 0
 
 
 async def test_every_read_fails(new_kvd, outcome):
-    """Misses, counted, and no block is forgotten for it."""
+    """Reads become counted misses, and no block is dropped for it."""
     kvd = new_kvd(SIZES, keep="none")
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, LAYOUT) as engine:

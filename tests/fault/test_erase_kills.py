@@ -1,7 +1,7 @@
-"""kvd kills itself while it erases a tenant: it is as before, or erased; others are not concerned.
+"""kvd kills itself while it erases a tenant, which is then intact or erased; others are intact.
 
-One directory through all of it. *Before*: the tenant's key is there, and what is left of its
-sessions is served, byte for byte. *Erased*: its key is gone, and they are misses.
+All cases share one directory. *Intact*: the tenant's key exists, and the rest of its
+sessions is served, byte for byte. *Erased*: its key is deleted, and its sessions are misses.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ SIZES = {
 }
 NUM_SESSIONS = 3  # of each tenant
 NUM_TOKENS = 40
-# A start with keys purges the index, too: the second time is that of the erasing.
+# A start with keys purges the index, too: the erasure is the second time.
 POINTS = [
-    (WritePoint.JOURNAL_CLEARED, 1),  # the first block has left memory
+    (WritePoint.JOURNAL_CLEARED, 1),  # the first block has been wiped from memory
     (WritePoint.JOURNAL_CLEARED, 5),
     (WritePoint.SLOT_WIPED, 1),
     (WritePoint.SLOT_WIPED, 20),
     (WritePoint.KEYS_DROPPED, 2),
-    (WritePoint.WAL_TRUNCATED, 2),  # erased, and nobody is told
+    (WritePoint.WAL_TRUNCATED, 2),  # erased, but not answered yet
 ]
 SHORT = (0, 3, 4)  # the rest takes its time
 
@@ -56,7 +56,7 @@ class World:
         await all_clean(self.kvd)
 
     async def served(self, tenant):
-        """Tokens of each session that are served, byte for byte."""
+        """Return the tokens of each session that are served, byte for byte."""
         loads = [
             await self.engine.load(key_of(f"s{number}", tenant), _tokens(number))
             for number in range(NUM_SESSIONS)
@@ -87,7 +87,7 @@ class World:
             db.close()
 
     async def judge(self, outcome):
-        """It has just been killed while it erased tenant a; see what it is now."""
+        """Check a kvd that has just been killed while it erased tenant a, and return its state."""
         has_key = self.has_key("a")
         assert has_key or not self.has_sessions("a"), "their rows go before the key"
         await self.start()
@@ -110,7 +110,7 @@ def _tokens(number):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
-    """Tenant b has its sessions for good; a's are stored by each test."""
+    """Store tenant b's sessions for good; each test stores a's."""
     directory = tmp_path_factory.mktemp("erase")
     key_file = directory / "key"
     write_key(key_file, new_key())
@@ -131,7 +131,7 @@ def _points(numbers):
 
 @_points(SHORT)
 async def test_killed_while_erasing(world, outcome, number):
-    """Until the keys are deleted nothing is erased, from then on everything; nothing in between."""
+    """Until the keys are deleted nothing is erased, afterwards everything."""
     await _kill_at(world, outcome, number)
 
 
@@ -158,7 +158,7 @@ async def _kill_at(world, outcome, number):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 async def test_killed_at_any_moment_while_erasing(world, outcome, seed):
-    """Also where no write point is; while an engine loads and stores for the same tenant."""
+    """Moments without a write point count, too; an engine loads and stores for the same tenant."""
     die = random.Random(seed)  # noqa: S311  # test data
     await world.store("a")
     erasing = asyncio.ensure_future(world.erase())

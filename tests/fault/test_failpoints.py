@@ -1,7 +1,7 @@
 """kvd kills itself at every named write point, in turn; each start recovers from the kill before.
 
-One directory and one engine, which stays up through all of them. A point is reached by plain work,
-or by what `PREPARATIONS` does to the stopped kvd before the start that is to be killed.
+All cases share one directory and one engine, which stays up. A point is reached by ordinary work,
+or because `PREPARATIONS` changed the stopped kvd's files before the start that is killed.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SIZES = {
 
 
 def _damage_arena(kvd: FaultyKvd) -> None:
-    """Have the next start remove the arena and make another."""
+    """Make the next start remove the arena and create another."""
     for path in _arena_files(kvd, ".journal"):
         flip(path, 20)
 
@@ -49,12 +49,12 @@ def _arena_files(kvd: FaultyKvd, suffix: str) -> list[Path]:
 
 
 def _shrink(kvd: FaultyKvd) -> None:
-    """Have the next start give segments back."""
+    """Make the next start give segments back."""
     kvd._environment["KVD_SSD__BYTES"] = "256KB"
 
 
 def _age_index(kvd: FaultyKvd) -> None:
-    """Make the index look like an older release's: nothing that it names is found any more."""
+    """Make the index look like an older release's: none of its blocks can be found."""
     with sqlite3.connect(kvd.state_dir / "manifest.db") as db:
         db.execute("PRAGMA user_version = 1")
     db.close()
@@ -95,7 +95,7 @@ OFTEN = {
 
 
 class World:
-    """A kvd that is about to die, and its engine."""
+    """A kvd that will be killed, and its engine."""
 
     def __init__(self, kvd: FaultyKvd, engine: SyntheticEngine) -> None:
         self.kvd = kvd
@@ -122,7 +122,7 @@ class World:
         assert ended.result() == -signal.SIGKILL, kvd.log()[-3000:]
 
     async def recover(self) -> dict[str, int]:
-        """Start it again and see what is left."""
+        """Start it again and check what remains."""
         self.kvd.faults = {}
         self.kvd._environment |= SIZES
         await self.kvd.start()
@@ -134,7 +134,7 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
-    """A kvd that is down, with something stored."""
+    """Prepare a kvd that is down, with stored sessions."""
     kvd = FaultyKvd(tmp_path_factory.mktemp("points"), **SIZES)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, LAYOUT) as engine:
@@ -147,8 +147,8 @@ async def world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", sampled([point.value for point in POINTS], 8, seed=1))
-async def test_killed_at(world, outcome, name):
-    """What was stored is served or missed, everything verifies, and nothing leaks."""
+async def test_killed_at_every_point(world, outcome, name):
+    """Stored sessions are served or missed, everything verifies, and nothing leaks."""
     point = WritePoint(name)
     await _kill_and_judge(world, outcome, point, OFTEN.get(point, 1))
 
@@ -156,17 +156,17 @@ async def test_killed_at(world, outcome, name):
 @pytest.mark.long
 @pytest.mark.parametrize("nth", [2, 3, 5, 8, 13, 21, 34])
 @pytest.mark.parametrize("point", list(OFTEN), ids=lambda point: point.value)
-async def test_killed_at_nth(world, outcome, point, nth):
-    """The same at other times, where a point is passed often."""
+async def test_killed_at_later_passes_of_a_point(world, outcome, point, nth):
+    """Points that are passed often are tried at later passes, too."""
     await _kill_and_judge(world, outcome, point, nth)
 
 
 async def _kill_and_judge(world, outcome, point, nth):
-    await world.kvd.kill()  # it checked its invariants until now, or has ended at a broken one
+    await world.kvd.kill()  # it has checked its invariants until now, or ended at a violated one
     await world.die_at(point, nth)
     outcome(await world.recover())
     await nothing_leaks(world.kvd)
     world.ledger = Ledger()
-    await world.ledger.work(world.engine, NAMES)  # something for the next kill to lose
+    await world.ledger.work(world.engine, NAMES)  # data for the next kill to lose
     await world.ledger.settle(world.kvd)
     assert world.kvd.is_running, world.kvd.log()[-3000:]

@@ -1,6 +1,7 @@
-"""Engines that are stopped or killed in the middle of a store, while kvd lives, dies, comes back.
+"""Engines are stopped or killed in the middle of a store, while kvd runs, dies and restarts.
 
-Whoever may still be writing keeps its slots, whatever room others want; nothing else suffers.
+An engine that may still be writing keeps its slots, even if others need room; nothing else is
+affected.
 """
 
 import json
@@ -34,7 +35,7 @@ SIZES = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(tmp_path_factory):
-    """One kvd for all tests here."""
+    """Run one kvd for all tests here."""
     kvd = FaultyKvd(tmp_path_factory.mktemp("holders"), **SIZES)
     await kvd.start()
     yield kvd
@@ -43,7 +44,7 @@ async def started(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def kvd(started):
-    """It, with nothing stored; nothing may be left behind."""
+    """Return that kvd with nothing stored; check that a test leaves nothing behind."""
     if not started.is_running:
         await started.start()
     yield started
@@ -52,21 +53,21 @@ async def kvd(started):
         await nothing_leaks(started)
 
 
-async def quarantined(kvd) -> list[int]:
-    """[quarantined leases, quarantined slots]."""
+async def count_quarantined(kvd) -> list[int]:
+    """Return [quarantined leases, quarantined slots]."""
     (layout,) = (await reader_stats(kvd)).layouts
     return [layout.orphan_leases, layout.quarantined_slots]
 
 
 async def leases(kvd) -> list[dict]:
-    """`kvd leases --json`."""
+    """Return the output of `kvd leases --json`."""
     code, stdout, stderr = await run_cli("leases", "--json", "--runtime-dir", str(kvd.runtime_dir))
     assert code == 0, stderr
     return json.loads(stdout)["leases"]
 
 
 async def others_are_unharmed(kvd):
-    """Another engine stores much more than the arena holds, and finds what it stored."""
+    """Check that another engine can store much more than the arena holds, and finds it again."""
     ledger = Ledger()
     async with attached_engine(kvd.runtime_dir, LAYOUT, "other") as other:
         for name in MANY:
@@ -77,19 +78,19 @@ async def others_are_unharmed(kvd):
 
 
 async def test_a_stopped_writer_keeps_its_slots_over_a_kill_of_kvd(kvd, outcome):
-    """It is quarantined and shown; woken up, it learns that its store is lost, and lets go."""
+    """Its slots are quarantined and shown; once resumed it learns of the loss and frees them."""
     async with driven_engine(kvd.runtime_dir) as writer:
         assert await writer.ask("begin", "a")
         await until_indexed(kvd)
         writer.process.send_signal(signal.SIGSTOP)
         assert await kvd.kill_it()
         await kvd.start()
-        assert await quarantined(kvd) == [1, OPEN_SLOTS]
+        assert await count_quarantined(kvd) == [1, OPEN_SLOTS]
         (lease,) = await leases(kvd)
         assert (lease["pid"], lease["process_status"]) == (writer.process.pid, "stopped")
         assert lease["quarantined"]
         outcome(await others_are_unharmed(kvd))
-        assert await quarantined(kvd) == [1, OPEN_SLOTS]
+        assert await count_quarantined(kvd) == [1, OPEN_SLOTS]
         writer.process.send_signal(signal.SIGCONT)
         await writer.attached(2)
         assert await writer.ask("finish") == ["lease_lost"]
@@ -99,21 +100,21 @@ async def test_a_stopped_writer_keeps_its_slots_over_a_kill_of_kvd(kvd, outcome)
 
 
 async def test_a_stopped_writer_is_killed_by_the_operator(kvd, outcome):
-    """`kvd leases --kill` frees the slots of a hanging process; nothing of its store is seen."""
+    """`kvd leases --kill` frees the slots of a hanging process; none of its store is visible."""
     async with driven_engine(kvd.runtime_dir) as writer:
         await writer.ask("begin", "a")
         await until_indexed(kvd)
         writer.process.send_signal(signal.SIGSTOP)
         assert await kvd.kill_it()
         await kvd.start()
-        assert await quarantined(kvd) == [1, OPEN_SLOTS]
+        assert await count_quarantined(kvd) == [1, OPEN_SLOTS]
         pid = str(writer.process.pid)
         code, stdout, stderr = await run_cli(
             "leases", "--kill", pid, "--yes", "--runtime-dir", str(kvd.runtime_dir)
         )
         assert code == 0, stderr
         assert f"{OPEN_SLOTS} slots" in stdout
-        await eventually(lambda: quarantined(kvd), [0, 0])
+        await eventually(lambda: count_quarantined(kvd), [0, 0])
         assert await writer.process.wait() == -signal.SIGKILL
     assert await leases(kvd) == []
     async with driven_engine(kvd.runtime_dir) as other:
@@ -123,7 +124,7 @@ async def test_a_stopped_writer_is_killed_by_the_operator(kvd, outcome):
 
 @pytest.mark.parametrize("first", ["kvd", "engine"])
 async def test_a_writer_killed_while_kvd_is_down(kvd, outcome, first):
-    """Both are killed, in either order: no slot stays with the dead."""
+    """Both are killed, in either order: no slot stays with a dead process."""
     async with driven_engine(kvd.runtime_dir) as writer:
         await writer.store("a")
         await all_clean(kvd)
@@ -144,13 +145,13 @@ async def test_a_writer_killed_while_kvd_is_down(kvd, outcome, first):
 
 @pytest.mark.parametrize("order", ["kvd, engine", "engine, kvd"])
 async def test_restarts_in_every_order(kvd, outcome, order):
-    """Both restart, gracefully or killed, and everything stored is served."""
+    """Both restart, gracefully or killed, and every stored session is served."""
     names = ("a", "b", "c")
     for kill in (False, True):
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(driven_engine(kvd.runtime_dir))
             assert await engine.store(*names) == [50] * len(names)
-            await all_clean(kvd)  # a block that is not hashed yet would go with a kill
+            await all_clean(kvd)  # a kill would lose a block that is not hashed yet
             for process in order.split(", "):
                 if process == "kvd":
                     await (kvd.kill() if kill else kvd.stop())
@@ -163,8 +164,8 @@ async def test_restarts_in_every_order(kvd, outcome, order):
     outcome("served from dram each time")
 
 
-async def test_a_store_under_way_is_lost_with_its_kvd(kvd, outcome):
-    """Nothing of it is seen, its slots stay the writer's until it says so, and it stores again."""
+async def test_an_unfinished_store_is_lost_with_its_kvd(kvd, outcome):
+    """None of it is visible, its writer keeps the slots until it frees them, and stores again."""
     for end in (kvd.stop, kvd.kill):
         name = f"{end.__name__}-over"
         async with driven_engine(kvd.runtime_dir) as writer:
@@ -182,7 +183,7 @@ async def test_a_store_under_way_is_lost_with_its_kvd(kvd, outcome):
 
 
 async def test_garbage_in_every_slot(kvd, outcome):
-    """With verify_on_load an engine that scribbles over all memory costs others misses at most."""
+    """With verify_on_load an engine that fills memory with garbage costs others misses at most."""
     await kvd.stop()
     kvd._environment["KVD_INTEGRITY__VERIFY_ON_LOAD"] = "true"
     await kvd.start()
@@ -195,7 +196,7 @@ async def test_garbage_in_every_slot(kvd, outcome):
         for seed in range(3):
             for name in MANY[:4]:
                 await ledger.grow(good, name, 20)
-            await all_clean(kvd)  # hashed: until then kvd cannot know who has written
+            await all_clean(kvd)  # hashed: before that kvd cannot detect the change
             (num_bytes,) = await rogue.ask("scribble", seed)
             assert num_bytes >= NUM_SLOTS * LAYOUT.block_bytes
             found = await ledger.judge(good, kvd)

@@ -1,4 +1,4 @@
-"""kvd or its engine is killed, or what it has stored is damaged: misses, never wrong bytes.
+"""kvd or its engine is killed, or stored data is damaged: misses, never wrong bytes.
 
 The synthetic engine checks every byte it loads, so each load here is also such a check.
 """
@@ -24,7 +24,7 @@ HEADER_BYTES = 4096
 EXTENT_BYTES = HEADER_BYTES + 2 * 4096
 FLAGS = ("--dram", "1MB", "--ssd", "4MB")
 
-# An engine that dies with a store and a load open: it says so, and waits for its end.
+# An engine with an open store and load: it says when they are open, and waits to be killed.
 HOLDING_ENGINE = """
 import asyncio, sys
 from pathlib import Path
@@ -43,7 +43,7 @@ asyncio.run(hold())
 
 
 def _tokens(number: int) -> list[int]:
-    """Fifty tokens of a session that shares no prefix with another."""
+    """Return fifty tokens of a session that shares no prefix with another."""
     return list(range(1000 * number, 1000 * number + 50))
 
 
@@ -53,7 +53,7 @@ async def _store(engine: SyntheticEngine, num_sessions: int) -> None:
 
 
 async def _restart(kvd: KvdProcess, engine: SyntheticEngine) -> None:
-    """Kill it, start it, and wait until the engine has found the new one."""
+    """Kill kvd, start it, and wait until the engine has found the new one."""
     detached = asyncio.Event()
     engine.client.on_change.append(lambda attached: attached or detached.set())
     await kvd.kill()
@@ -64,7 +64,7 @@ async def _restart(kvd: KvdProcess, engine: SyntheticEngine) -> None:
 
 
 async def test_kill_keeps_every_stored_session(tmp_path: Path) -> None:
-    """After SIGKILL everything that was clean is listed, and loaded completely from SSD."""
+    """After SIGKILL every clean session is listed, and loaded completely from SSD."""
     async with (
         running_kvd(tmp_path, *FLAGS, keep="none") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -79,7 +79,7 @@ async def test_kill_keeps_every_stored_session(tmp_path: Path) -> None:
 
 
 async def test_kill_with_dirty_blocks_is_a_shorter_hit(tmp_path: Path) -> None:
-    """Killed right after a store, a session is a prefix of itself or a miss, and stores again."""
+    """Killed right after a store, kvd serves a prefix of it or a miss, and stores it again."""
     async with (
         running_kvd(tmp_path, *FLAGS, keep="none") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -96,12 +96,13 @@ async def test_kill_with_dirty_blocks_is_a_shorter_hit(tmp_path: Path) -> None:
 
 
 async def test_kill_in_the_middle_of_stores(tmp_path: Path) -> None:
-    """An engine that stores and loads while kvd is killed under it sees errors or misses only."""
+    """An engine that stores and loads while kvd is killed sees errors or misses only."""
     async with running_kvd(tmp_path, *FLAGS) as kvd, attached_engine(kvd.runtime_dir) as engine:
         stop = asyncio.Event()
         failures = 0
 
         async def work() -> None:
+            """Store and load until the kill."""
             nonlocal failures
             number = 0
             while not stop.is_set():
@@ -124,7 +125,7 @@ async def test_kill_in_the_middle_of_stores(tmp_path: Path) -> None:
 
 
 async def test_damaged_segment_is_a_counted_miss(tmp_path: Path) -> None:
-    """Damaged bytes on SSD are found when they are read: the session is cut there, and counted."""
+    """Damaged bytes on SSD are detected when they are read: the session is cut and counted."""
     async with running_kvd(tmp_path, *FLAGS, keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), _tokens(0))
@@ -138,7 +139,7 @@ async def test_damaged_segment_is_a_counted_miss(tmp_path: Path) -> None:
             counters = (await reader_stats(kvd)).layouts[0].counters
             assert load.num_tokens < 50
             assert counters["blocks_corrupt_ssd"] >= 1
-            # Computed and stored again, it is whole again, on SSD too.
+            # Once stored again, it is complete, on SSD too.
             await engine.store(key_of("a"), _tokens(0), load.num_tokens)
             await all_clean(kvd)
             await _restart(kvd, engine)
@@ -155,11 +156,11 @@ def _flip(segment: Path) -> None:
 
 
 async def test_corrupt_manifest_starts_empty(tmp_path: Path) -> None:
-    """An index that is not a database is moved aside, and kvd serves without what it named."""
+    """An index that is not a database is moved aside, and kvd serves without its sessions."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await _store(engine, 2)
-        await kvd.stop()  # not killed: then the write-ahead log would repair it
+        await kvd.stop()  # not killed: otherwise the write-ahead log would repair it
         (kvd.state_dir / "manifest.db").write_bytes(b"not a database" * 1000)
         await kvd.start()
         assert await sessions_of(kvd) == []
@@ -171,7 +172,7 @@ async def test_corrupt_manifest_starts_empty(tmp_path: Path) -> None:
 
 
 async def test_manifest_with_a_lost_page_starts(tmp_path: Path) -> None:
-    """An index with a damaged page is moved aside as well, or only what the page held is lost."""
+    """An index with a damaged page is moved aside as well, or only the page's rows are lost."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await _store(engine, 8)
@@ -188,7 +189,7 @@ async def test_manifest_with_a_lost_page_starts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_dead_engine_releases_its_leases(tmp_path: Path, number: signal.Signals) -> None:
-    """An engine process that dies leaves no lease, and nothing of its open store is seen."""
+    """An engine process that dies leaves no lease, and none of its open store is visible."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         engine = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", HOLDING_ENGINE, str(kvd.runtime_dir)),

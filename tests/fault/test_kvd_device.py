@@ -1,7 +1,7 @@
-"""The SSD fails: no space, input/output errors. kvd serves from DRAM, says so, and recovers.
+"""The SSD fails (no space, input/output errors): kvd serves from DRAM, reports it, and recovers.
 
-The daemon runs in the test's own process here, because faults are an argument of it; sockets, files
-and arena are real.
+The daemon runs in the test's own process, because faults are an argument of it; sockets, files and
+arena are real.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ OTHER_TOKENS = list(range(1100, 1150))
 
 
 class FaultPlan(NoFaults):
-    """Fails reads or writes with an errno for as long as one is set."""
+    """Fails reads or writes with an errno while one is set."""
 
     def __init__(self) -> None:
         self.read_errno = 0
@@ -51,7 +51,7 @@ class FaultPlan(NoFaults):
 async def _daemon(
     directory: Path, faults: FaultPlan, dram: int = 1 << 20
 ) -> AsyncIterator[KvdProcess]:
-    """A daemon in this process; what is yielded only knows its directories."""
+    """Run a daemon in this process; yield a stand-in for the process that has its directories."""
     where = KvdProcess(directory)
     settings = Settings(
         runtime_dir=where.runtime_dir,
@@ -70,14 +70,14 @@ async def _daemon(
 
 
 async def _ssd_state(kvd: KvdProcess) -> str:
-    """Why the SSD tier is degraded, or ""."""
+    """Return why the SSD tier is degraded, or ""."""
     _, ssd = (await reader_stats(kvd)).layouts[0].tiers
     return ssd.degraded_reason
 
 
 @pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "full"), (errno.EIO, "transient")])
 async def test_failing_writes_degrade_the_tier(tmp_path: Path, number: int, reason: str) -> None:
-    """Sessions stay in DRAM while writes fail; once they work again everything reaches the SSD."""
+    """Sessions stay in DRAM while writes fail; once writes work everything reaches the SSD."""
     faults = FaultPlan()
     async with _daemon(tmp_path, faults) as kvd, attached_engine(kvd.runtime_dir) as engine:
         faults.write_errno = number

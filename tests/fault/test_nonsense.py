@@ -1,4 +1,4 @@
-"""A kvd that answers nonsense costs a recomputation, and is believed again once it is sane."""
+"""A kvd with nonsensical answers costs a recomputation, and is used again once it is sane."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def hit(request, **changes):
-    """A hit for everything asked, in one span per block, with some fields changed."""
+    """Return a hit for all tokens, in one span per block, with some fields changed."""
     num_tokens = len(request.token_ids) // 4
     spans = [
         kvd_pb2.LoadSpan(
@@ -50,7 +50,7 @@ LIES = {
     "a lease it forgets": hit,
     "an exception": crash,
 }
-# An answer that is none, one that says what cannot be, and one that is taken back.
+# A malformed answer, an impossible one, and one that is revoked.
 ALWAYS = ("a slot outside the arena", "an answer that is none", "a lease it forgets")
 
 

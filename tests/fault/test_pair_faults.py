@@ -1,4 +1,4 @@
-"""Token identity while processes die and bytes rot: slower at worst, never wrong, never failing."""
+"""Token identity while processes die and bytes are damaged: slower at worst, never wrong."""
 
 from contextlib import aclosing
 
@@ -16,7 +16,7 @@ LONG = inference_pb2.Sampling(max_tokens=300, ignore_eos=True)
 
 @pytest.mark.parametrize(("keep", "tier"), [("none", "ssd"), ("file", "dram")])
 async def test_kvd_restart_keeps_every_session(pair, oracle, keep, tier):
-    """After SIGTERM and SIGKILL of kvd a session's whole history comes from SSD, or kept DRAM."""
+    """After SIGTERM and SIGKILL of kvd a session's whole history comes from SSD or kept DRAM."""
     async with pair.with_kvd("--dram", "16MB", keep=keep, reads_ahead=False):
         names = ("a", "b", "c")
         for name in names:
@@ -54,7 +54,7 @@ async def test_engine_restart_keeps_every_session(pair, oracle):
 
 
 async def test_kvd_killed_in_the_middle_of_a_turn(pair, oracle):
-    """The turn goes on; the next ones recompute, counted; a new kvd is attached by itself."""
+    """The turn continues; later ones are recomputed and counted; a new kvd is attached."""
     async with pair.with_kvd("--dram", "16MB"):
         await pair.say("a", 250)
         await pair.until_saved()
@@ -87,7 +87,7 @@ async def test_kvd_killed_in_the_middle_of_a_turn(pair, oracle):
 
 
 async def test_dirty_bytes_of_a_killed_kvd_are_counted_misses(pair, oracle):
-    """What was never written to SSD is recomputed after the kill."""
+    """Blocks that were never written to SSD are recomputed after the kill."""
     sizes = ("--dram", "16MB", "--ssd", "0")
     async with pair.with_kvd(*sizes):
         await pair.say("a", 250)
@@ -108,7 +108,7 @@ async def test_dirty_bytes_of_a_killed_kvd_are_counted_misses(pair, oracle):
 
 
 async def test_engine_restarted_while_kvd_is_down(pair, oracle):
-    """The transcripts are the engine's own: it recomputes, and attaches when kvd is back."""
+    """The transcripts belong to the engine: it recomputes, and attaches when kvd is back."""
     async with pair.with_kvd("--dram", "16MB"):
         await pair.say("a", 250)
         await pair.until_saved()
@@ -126,7 +126,7 @@ async def test_engine_restarted_while_kvd_is_down(pair, oracle):
 
 
 async def test_a_corrupted_block_on_ssd_is_recomputed(pair, oracle):
-    """One flipped byte in a segment costs the history from there on, is counted, and is healed."""
+    """A flipped byte in a segment costs the history from there on, is counted, and is replaced."""
     async with pair.with_kvd("--dram", "16MB"):
         await pair.say("a", 500)
         await pair.until_saved()

@@ -1,10 +1,10 @@
-"""The power fails at any moment: what kvd said to be durable is there, and no row names lost bytes.
+"""Power may fail at any moment: sessions reported as durable survive, no row names lost bytes.
 
 A real cache runs over real files in this process. Its segments are synced through an argument
 (`Faults`) that remembers what each sync made durable: contents by file, names by directory. At
-every sync and write point an image is taken of what a power cut would leave: of segments only what
-was synced, of the index everything that SQLite has written, which is the worst pair there is. (That
-a commit is durable is SQLite's business; that it is asked for, test_manifest.py sees to.) Each
+every sync and write point the test takes an image of what a power cut would leave: of segments only
+    the synced bytes, of the index everything that SQLite has written, which is the worst
+    combination. (SQLite makes a commit durable; test_manifest.py checks that it is asked to.) Each
 image is then recovered by the real code.
 """
 
@@ -36,7 +36,7 @@ from tests.synthetic_engine import encode, key_of, small_layout
 LAYOUT = small_layout()
 ENGINE_ID = 1
 WAIT_S = 30.0
-NUM_EXTENTS = 24  # fewer than blocks are stored: those of flushed sessions are used again
+NUM_EXTENTS = 24  # fewer extents than stored blocks: extents of flushed sessions are used again
 MOMENTS = {
     "segment_created",
     "segment_allocated",
@@ -51,11 +51,11 @@ MOMENTS = {
 
 
 class Image(NamedTuple):
-    """What a power cut at one moment leaves.
+    """What a power cut at one moment would leave.
 
     Attributes:
-        moment: which.
-        durable: the sessions that kvd had said to be durable.
+        moment: its name.
+        durable: the sessions that kvd had reported as durable.
         segments: durable files of volumes, by their paths in the state directory.
         index: the database's files by name.
     """
@@ -66,7 +66,7 @@ class Image(NamedTuple):
     index: dict[str, bytes]
 
     def write(self, directory: Path) -> None:
-        """Make a state directory of it."""
+        """Write the image as a state directory."""
         for name, content in {**self.segments, **self.index}.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,12 +74,12 @@ class Image(NamedTuple):
 
 
 class Power(NoFaults):
-    """Syncs for real, and keeps an image of every moment. For any thread.
+    """Syncs for real, and keeps an image of every moment. Any thread may use it.
 
     Attributes:
-        images: one after the other, each unlike the one before.
-        moments: of all images, and of those that were like the one before.
-        may_commit: while it is not set the index takes nothing.
+        images: in order, each different from the one before.
+        moments: of all images, with those that were equal to the one before.
+        may_commit: while it is not set the index commits nothing.
         durable: see Image.
     """
 
@@ -93,8 +93,8 @@ class Power(NoFaults):
         self._contents: dict[int, bytes] = {}  # inode → as of its last sync
         self._names: dict[int, dict[str, int]] = {}  # inode of a directory → names, inodes
         self._lock = threading.Lock()
-        # Two syncs of a file, for a write and to let it grow, may run at once: what is noted last
-        # must not be what was read first.
+        # Two syncs of a file, for a write and to let it grow, may run at once: the later note
+        # must not be of the earlier read.
         self._syncing = threading.Lock()
 
     def reach(self, point: WritePoint) -> None:
@@ -109,7 +109,7 @@ class Power(NoFaults):
         self._sync(fd, os.fdatasync)
 
     def _sync(self, fd: int, sync) -> None:
-        """Sync; what is written from now on is not in it."""
+        """Sync a file; later writes are not part of what is noted."""
         self.keep("before a sync")
         path = Path(f"/proc/self/fd/{fd}").readlink()
         with self._syncing:
@@ -146,7 +146,7 @@ class Power(NoFaults):
 
 @asynccontextmanager
 async def running_caches(directory: Path, faults: NoFaults):
-    """All that kvd stores with, without its doors; what an earlier one has left is restored."""
+    """Run a cache with its volume and index, without servers; it restores earlier sessions."""
     settings = Settings(
         runtime_dir=directory,
         state_dir=directory,
@@ -172,7 +172,7 @@ async def running_caches(directory: Path, faults: NoFaults):
 
 
 def _tokens(name: str) -> list[int]:
-    """Between one and three blocks, most with a partial one; no two names share a prefix."""
+    """Return one to three blocks of tokens; no two names share a prefix."""
     first = int(name) * 1000
     return list(range(first, first + 16 + int(name) * 7 % 30))
 
@@ -188,7 +188,7 @@ def _bytes_of(name: str, token: int) -> bytes:
 async def _store(cache, name: str) -> None:
     tokens = encode(_tokens(name))
     answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
-    while answer.refused == "wait":  # for reads and writes that hold slots
+    while answer.refused == "wait":  # of reads and writes that hold slots
         assert await cache.wait_for_change(WAIT_S)
         answer = cache.act(lambda core: core.stores.prepare(key_of(name), tokens, 0, ENGINE_ID))
     assert (answer.refused, answer.more) == ("", False)
@@ -199,7 +199,7 @@ async def _store(cache, name: str) -> None:
 
 async def _until_durable(cache) -> None:
     while cache.stats().dirty_bytes:
-        await cache.wait_for_change(0.01)  # a commit is not told to who waits
+        await cache.wait_for_change(0.01)  # waiters are not notified of a commit
 
 
 def _flush(name: str, core: CacheEngine) -> None:
@@ -207,7 +207,7 @@ def _flush(name: str, core: CacheEngine) -> None:
 
 
 async def _load(cache, name: str) -> None:
-    """Load all of a session from SSD, and compare every byte that is used."""
+    """Load all of a session from SSD, and compare every byte of it."""
     tokens = _tokens(name)
     answer = cache.act(lambda core: core.loads.prepare(key_of(name), encode(tokens), 0, ENGINE_ID))
     assert answer.lookup is not Lookup.MISS, answer.miss_reason
@@ -228,7 +228,7 @@ async def _load(cache, name: str) -> None:
 
 
 async def _run(directory: Path) -> Power:
-    """Stores one by one and at once, flushes, and stores where the flushed ones were."""
+    """Store one by one and at once, flush, and store into the freed extents."""
     power = Power(directory)
     async with running_caches(directory, power) as caches:
         cache, _ = await caches.open(LAYOUT, prefault=False)
@@ -255,14 +255,14 @@ async def _run(directory: Path) -> Power:
         await caches.wait_until_committed()
         power.may_commit.clear()
         flush("6", "7", "8")
-        # All is written and synced that can be before the index has dropped the blocks of these.
+        # Everything is written and synced before the index has dropped the blocks of these.
         await store("11", "12", "13", "14", pending=_num_blocks("6", "7", "8"))
         power.keep("the end")
     return power
 
 
-async def test_what_is_durable_outlives_the_power(tmp_path: Path) -> None:
-    """After a power cut at any moment all rows name bytes that are there, all told sessions too."""
+async def test_durable_sessions_survive_a_power_cut_at_any_moment(tmp_path: Path) -> None:
+    """All rows name bytes that exist, and sessions reported as durable are complete."""
     (tmp_path / "kvd").mkdir()
     power = await _run(tmp_path / "kvd")
     images = power.images
@@ -288,7 +288,7 @@ async def test_what_is_durable_outlives_the_power(tmp_path: Path) -> None:
 
 
 async def _num_corrupt(caches: Caches) -> int:
-    """How many extents that rows name do not hold their blocks."""
+    """Return how many extents named by rows do not hold their blocks."""
     async with aclosing(Scrubber(1 << 40).run(list(caches), repair=False)) as reports:
         async for progress in reports:
             report = progress.report

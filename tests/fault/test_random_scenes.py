@@ -1,4 +1,4 @@
-"""Random conversations over tiny tiers while kvd dies at random: every token as if recomputed."""
+"""Random conversations over tiny tiers and random kills of kvd: tokens equal recomputation."""
 
 import asyncio
 import random
@@ -13,9 +13,9 @@ from tests.pair import SLOT_BYTES, resident_pair
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NUM_SESSIONS = 6
-MAX_TOKENS = 1200  # a session that is longer starts anew: the window is 2048
+MAX_TOKENS = 1200  # a session that is longer starts over: the window is 2048
 TINY_TIERS = ("--dram", str(5 * SLOT_BYTES), "--ssd", str(12 * SLOT_BYTES))
-# Of the windowed model a block takes two thirds of a slot, and as much twice with its window.
+# A block of the windowed model takes two thirds of a slot, and twice as much with its window.
 SMALL_TIERS = ("--dram", str(12 * SLOT_BYTES), "--ssd", str(30 * SLOT_BYTES))
 
 
@@ -26,7 +26,7 @@ def windowed_model(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def windowed(windowed_model, tmp_path_factory):
-    """A service of a model with windows, whose sessions stay in memory for a while."""
+    """Run a service of a model with windows, whose sessions stay in memory for a while."""
     directory = tmp_path_factory.mktemp("windowed-pair")
     pair = resident_pair(windowed_model, directory, "step_tokens = 64")  # windows move often
     async with pair.service:
@@ -34,7 +34,7 @@ async def windowed(windowed_model, tmp_path_factory):
 
 
 class Scene:
-    """Drives one pair by a seeded die."""
+    """Drives one pair with a seeded random source."""
 
     def __init__(self, pair, seed):
         self.pair = pair
@@ -44,7 +44,7 @@ class Scene:
         self.all_names = set()
 
     async def step(self):
-        """One turn, or several at once; sometimes a fork, sometimes kvd is killed meanwhile."""
+        """Run one turn, or several at once; sometimes fork, sometimes kill kvd meanwhile."""
         die = self.random.random()
         if die < 0.08 and self.lengths:
             await self.fork()
@@ -56,7 +56,7 @@ class Scene:
             await asyncio.gather(*(self.turn(name) for name in names))
 
     def pick(self, count):
-        """Names of different sessions; long ones are left for new ones."""
+        """Choose names of different sessions; long ones are replaced by new ones."""
         names = []
         for number in self.random.sample(range(NUM_SESSIONS), count):
             generation = 0
@@ -66,7 +66,7 @@ class Scene:
         return names
 
     async def turn(self, name):
-        """Say something of random length."""
+        """Submit a turn of random length."""
         num_tokens, max_tokens = self.random.randint(1, 260), self.random.randint(1, 24)
         usage = (await self.pair.say(name, num_tokens, max_tokens)).usage
         self.all_names.add(name)
@@ -76,7 +76,7 @@ class Scene:
         assert usage.reused_tokens + usage.recomputed_tokens == usage.history_tokens
 
     async def fork(self):
-        """Fork a session somewhere in its life, under a name of its own."""
+        """Fork a session at a random turn, under a new name."""
         name = self.random.choice(sorted(self.lengths))
         self.num_forks += 1
         fork = f"f{self.num_forks}"
@@ -89,7 +89,7 @@ class Scene:
             del self.lengths[fork]  # one turn is enough
 
     async def kill_kvd(self):
-        """SIGKILL, and a new one in its place."""
+        """Kill kvd with SIGKILL, and start a new one in its place."""
         self.num_kills += 1
         await self.pair.kvd.kill()
         await self.pair.kvd.start()
@@ -111,7 +111,7 @@ async def play(pair, oracle, seed, num_steps, tiers=TINY_TIERS):
 
 
 async def test_a_random_scene(pair, oracle):
-    """A seeded sample of the long test: something is reused, something was lost."""
+    """A seeded sample of the long test: some tokens are reused, some were lost."""
     scene = await play(pair, oracle, seed=1, num_steps=12)
     assert scene.num_kills > 0
     assert scene.num_reused > 0

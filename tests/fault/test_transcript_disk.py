@@ -1,4 +1,4 @@
-"""The disk of the transcripts is full: who is told what, what is left, and how it is over."""
+"""The transcripts' disk is full: which calls are refused, what is left, and how it recovers."""
 
 import json
 
@@ -16,13 +16,13 @@ from tests.inference_processes import InferenceProcess
 
 DISK_BYTES = 2 << 20
 SHORT = pb.Sampling(max_tokens=2, ignore_eos=True)
-# Whose record is more than what is left of the last block of any file.
+# Its record is longer than the free rest of the last block of any file.
 LONG = [5] * 1800
 
 
 @pytest_asyncio.fixture
 async def service(tiny_model, short_dir):
-    """A service whose state has a small file system of its own."""
+    """Run a service whose state is on its own small file system."""
     settings = short_dir / "settings.toml"
     settings.write_text(
         f'[openai]\nlisten = "unix:{short_dir}/openai.sock"\n'
@@ -35,7 +35,7 @@ async def service(tiny_model, short_dir):
 
 
 def fill(path):
-    """Take every block that is free; tmpfs has no others than whole pages."""
+    """Fill every free block; tmpfs has whole pages only."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 4096):
             try:
@@ -57,8 +57,8 @@ async def metric(directory, name):
     return {line for line in text.splitlines() if line.startswith(name)}
 
 
-async def test_full_and_empty_again(service, short_dir, outcome):
-    """New sessions are refused before they cost anything, old ones go on while a record fits."""
+async def test_a_disk_that_fills_up_and_is_emptied(service, short_dir, outcome):
+    """New sessions are refused before they cost anything, old ones continue while a record fits."""
     sessions, ballast = short_dir / "state" / "sessions", short_dir / "state" / "ballast"
     transport = httpx2.AsyncHTTPTransport(uds=str(short_dir / "openai.sock"))
     http = httpx2.AsyncClient(transport=transport)
@@ -82,7 +82,7 @@ async def test_full_and_empty_again(service, short_dir, outcome):
             await chats.chat.completions.create(**hello)
         assert (answered.value.status_code, answered.value.code) == (503, "transcript_disk_full")
         assert answered.value.response.headers["retry-after"] == "30"
-        assert (await client.get_model()).counters["steps"] == steps  # nothing was computed for it
+        assert (await client.get_model()).counters["steps"] == steps  # no token was computed for it
         went_on = await client.submit(turn_request("Hi", "old", sampling=SHORT))
         assert went_on.finished.turns == 2
         follow_up = [

@@ -1,6 +1,6 @@
-"""What cannot be opened is not made anew: it waits, and everything clean is back with its files.
+"""A layout whose files cannot be opened is not created anew: it waits, and its clean sessions
 
-Each way of failing is made while kvd is down, and undone while it is up.
+come back with the files. ¶ Each failure is caused while kvd is down, and undone while it is up.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ Undo = Callable[[], object]
 
 
 def _tokens(number: int) -> list[int]:
-    """Fifty tokens of a session that shares no prefix with another."""
+    """Return fifty tokens of a session that shares no prefix with another."""
     return list(range(1000 * number, 1000 * number + 50))
 
 
@@ -50,15 +50,17 @@ async def _store(engine: SyntheticEngine, first: int) -> None:
 
 
 async def _num_whole(engine: SyntheticEngine, first: int = 0) -> int:
-    """How many of the sessions from `first` on are loaded completely; every byte is compared."""
+    """Count the sessions from `first` on that are loaded completely; compare every byte."""
     numbers = range(first, first + NUM_SESSIONS)
     loads = [await engine.load(key_of(f"s{number}"), _tokens(number)) for number in numbers]
     return sum(load.num_tokens == 50 for load in loads)
 
 
 @asynccontextmanager
-async def _filled(tmp_path: Path, keep: str = "none", **settings: str) -> AsyncIterator[FaultyKvd]:
-    """A kvd that is down, with clean sessions."""
+async def _filled_kvd(
+    tmp_path: Path, keep: str = "none", **settings: str
+) -> AsyncIterator[FaultyKvd]:
+    """Make a kvd that is down, with clean sessions."""
     kvd = FaultyKvd(tmp_path, keep=keep, **SIZES, **settings)
     try:
         await kvd.start()
@@ -73,7 +75,7 @@ async def _filled(tmp_path: Path, keep: str = "none", **settings: str) -> AsyncI
 
 @asynccontextmanager
 async def _trying_engine(kvd: FaultyKvd) -> AsyncIterator[SyntheticEngine]:
-    """An engine that attaches as soon as it can."""
+    """Start an engine that attaches as soon as it can."""
     client = KvdClient(kvd.runtime_dir, LAYOUT, "trying", reconnect_delay_s=0.02)
     running = asyncio.create_task(client.run())
     try:
@@ -88,7 +90,7 @@ async def _num_unavailable(kvd: FaultyKvd) -> int:
 
 
 async def _refusal(kvd: FaultyKvd) -> grpc.aio.AioRpcError:
-    """How an attach is refused."""
+    """Return the error with which an attach is refused."""
     with packets.connect(str(kvd.runtime_dir / DATA_SOCKET)) as sock:
         welcome = packets.decode((await receive(sock))[0])
         assert isinstance(welcome, packets.Welcome)
@@ -103,7 +105,7 @@ async def _refusal(kvd: FaultyKvd) -> grpc.aio.AioRpcError:
 
 
 def _disk_is_late(volumes: Path) -> Undo:
-    """The directory is a link to a disk that is not there."""
+    """Make the directory a link to a disk that is not mounted."""
     disk = volumes.with_name("disk")
     volumes.rename(disk.with_name("unmounted"))
     volumes.symlink_to(disk)
@@ -111,17 +113,17 @@ def _disk_is_late(volumes: Path) -> Undo:
 
 
 def _mount_point(volumes: Path) -> Undo:
-    """The directory is there, and empty: a mount point."""
+    """Make the directory empty, like a mount point."""
     return _in_place_of(volumes, Path.mkdir)
 
 
 def _mount_point_of_one(volumes: Path) -> Undo:
-    """The same, of the layout's own directory."""
+    """Make the layout's own directory empty, like a mount point."""
     return _in_place_of(volumes / NAME, Path.mkdir)
 
 
 def _other_disk(volumes: Path) -> Undo:
-    """Another volume lies there."""
+    """Put another volume in its place."""
 
     def make(directory: Path) -> None:
         directory.mkdir()
@@ -132,27 +134,27 @@ def _other_disk(volumes: Path) -> Undo:
 
 
 def _no_directory(volumes: Path) -> Undo:
-    """A file lies where the directory was."""
+    """Put a file in the place of the directory."""
     return _in_place_of(volumes / NAME, Path.touch)
 
 
 def _unreadable(volumes: Path) -> Undo:
-    """Looking into the directory fails, as with EIO or EACCES: a link that leads nowhere else."""
+    """Make listing the directory fail, as with EIO or EACCES: a link that leads nowhere."""
     return _in_place_of(volumes / NAME, lambda path: path.symlink_to(path))
 
 
-def _damaged_id(volumes: Path) -> Undo:
-    """The file with the volume's id is damaged."""
+def _damage_id(volumes: Path) -> Undo:
+    """Damage the file with the volume's id."""
     return _in_place_of(volumes / NAME / ID_NAME, lambda path: path.write_bytes(b"\xff" * 33))
 
 
 def _segment_gone(volumes: Path) -> Undo:
-    """A segment is missing."""
+    """Remove a segment."""
     return _in_place_of(volumes / NAME / "00001.segment", lambda _: None)
 
 
 def _segment_cut(volumes: Path) -> Undo:
-    """A segment ends too early."""
+    """Cut a segment short."""
 
     def make(path: Path) -> None:
         path.write_bytes(path.with_name("away").read_bytes()[:12345])
@@ -161,7 +163,7 @@ def _segment_cut(volumes: Path) -> Undo:
 
 
 def _segment_not_opened(volumes: Path) -> Undo:
-    """A segment cannot be opened."""
+    """Make a segment impossible to open."""
     return _in_place_of(volumes / NAME / "00001.segment", lambda path: path.symlink_to(path))
 
 
@@ -191,20 +193,20 @@ WAYS = {
         _other_disk,
         _no_directory,
         _unreadable,
-        _damaged_id,
+        _damage_id,
         _segment_gone,
         _segment_cut,
         _segment_not_opened,
     )
 }
-# One of the disk, of the layout's directory, of its id and of a segment.
+# One case each: the disk, the layout's directory, its id and a segment.
 ALWAYS = ("disk_is_late", "other_disk", "damaged_id", "segment_cut")
 
 
 @pytest.mark.parametrize("way", sampled(list(WAYS), 4, seed=1, always=ALWAYS))
-async def test_nothing_is_lost_with_files_that_are_late(tmp_path, outcome, way):
-    """Engines are refused until the files are back; then everything is there, for good."""
-    async with _filled(tmp_path) as kvd:
+async def test_files_that_appear_later_lose_nothing(tmp_path, outcome, way):
+    """Engines are refused until the files are back; then every session is complete, for good."""
+    async with _filled_kvd(tmp_path) as kvd:
         undo = WAYS[way](kvd.state_dir / "volumes")
         await kvd.start()
         refused = await _refusal(kvd)
@@ -225,9 +227,9 @@ async def test_nothing_is_lost_with_files_that_are_late(tmp_path, outcome, way):
         assert found == (NUM_SESSIONS,) * 3
 
 
-async def test_it_is_retried_without_an_engine(tmp_path):
-    """When its files are back it is served again, though nobody asks for it."""
-    async with _filled(tmp_path) as kvd:
+async def test_a_layout_is_retried_without_an_engine(tmp_path):
+    """When its files are back it is served again, though no engine asks for it."""
+    async with _filled_kvd(tmp_path) as kvd:
         undo = _mount_point(kvd.state_dir / "volumes")
         await kvd.start()
         assert await _num_unavailable(kvd) == 1
@@ -239,10 +241,10 @@ async def test_it_is_retried_without_an_engine(tmp_path):
         assert events.index("layout_unavailable") < events.index("layout_available")
 
 
-async def test_operators_see_it(tmp_path):
-    """`kvd doctor`, `kvd stats`, `kvd ls`, `kvd flush` and the metrics say what is not there."""
+async def test_operators_see_an_unavailable_layout(tmp_path):
+    """`kvd doctor`, `kvd stats`, `kvd ls`, `kvd flush` and the metrics name what is missing."""
     at = ("--runtime-dir", str(tmp_path / "run"))
-    async with _filled(tmp_path) as kvd:
+    async with _filled_kvd(tmp_path) as kvd:
         _mount_point(kvd.state_dir / "volumes")
         await kvd.start()
         doctor = await run_cli("doctor", *at)
@@ -257,7 +259,7 @@ async def test_operators_see_it(tmp_path):
 
 
 async def _tiers(engine: SyntheticEngine) -> set[str]:
-    """From where the first sessions are loaded completely."""
+    """Return the tiers from which the first sessions are loaded completely."""
     tiers: set[str] = set()
     for number in range(NUM_SESSIONS):
         load = await engine.load(key_of(f"s{number}"), _tokens(number))
@@ -266,9 +268,9 @@ async def _tiers(engine: SyntheticEngine) -> set[str]:
     return tiers
 
 
-async def test_dram_waits_with_its_layout(tmp_path):
-    """What an earlier kvd left in memory is neither removed nor made anew meanwhile."""
-    async with _filled(tmp_path, keep="file") as kvd:
+async def test_the_arena_is_kept_while_its_layout_is_unavailable(tmp_path):
+    """The arena of an earlier kvd is neither removed nor created anew meanwhile."""
+    async with _filled_kvd(tmp_path, keep="file") as kvd:
         undo = _mount_point(kvd.state_dir / "volumes")
         for _ in range(2):
             await kvd.start()
@@ -283,8 +285,8 @@ async def test_dram_waits_with_its_layout(tmp_path):
 
 
 async def test_memory_that_cannot_be_adopted_now_is_kept(tmp_path):
-    """A machine out of memory, or of descriptors, costs a moment, not what is in DRAM."""
-    async with _filled(tmp_path, keep="file") as kvd:
+    """A machine short of memory or descriptors delays adoption, but loses nothing in DRAM."""
+    async with _filled_kvd(tmp_path, keep="file") as kvd:
         kvd.faults = {"fail_at": ("arena_adopted", errno.ENOMEM)}
         await kvd.start()
         async with attached_engine(kvd.runtime_dir) as engine:
@@ -293,9 +295,9 @@ async def test_memory_that_cannot_be_adopted_now_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["message", "extents_per_segment"])
-async def test_a_damaged_row_of_the_layout(tmp_path, outcome, column):
-    """What the engine says mends the layout's message; the size of segments nobody else knows."""
-    async with _filled(tmp_path) as kvd:
+async def test_a_damaged_row_of_the_layout_is_replaced(tmp_path, outcome, column):
+    """An attaching engine supplies the layout's message; only the row has the segments' size."""
+    async with _filled_kvd(tmp_path) as kvd:
         with sqlite3.connect(kvd.state_dir / "manifest.db") as db:
             value = {"message": b"\xff\xff", "extents_per_segment": 0}[column]
             (good,) = db.execute(f"SELECT {column} FROM layouts").fetchone()  # noqa: S608
@@ -327,9 +329,9 @@ async def _reopen(kvd: FaultyKvd, *decision: str) -> int:
     return (await run_cli("reopen", NAME[:8], *decision, *at))[0]
 
 
-async def test_what_is_set_aside_is_kept(tmp_path):
-    """Rows and files get another name; docs/operations.md has the way back, which this goes."""
-    async with _filled(tmp_path) as kvd:
+async def test_a_layout_that_is_set_aside_is_kept(tmp_path):
+    """Rows and files get another name; the test follows docs/operations.md to bring them back."""
+    async with _filled_kvd(tmp_path) as kvd:
         volumes = kvd.state_dir / "volumes"
         undo = _segment_gone(volumes)
         await kvd.start()
@@ -340,7 +342,7 @@ async def test_what_is_set_aside_is_kept(tmp_path):
             await _store(engine, 100)
             await all_clean(kvd)
         assert await kvd.stop() == 0
-        del undo  # its place has another name now
+        del undo  # its place is under another name now
         aside = volumes / f"{NAME}.set-aside-1"
         (aside / "away").rename(aside / "00001.segment")
         (volumes / NAME).rename(volumes / f"{NAME}.set-aside-2")
@@ -355,9 +357,9 @@ async def test_what_is_set_aside_is_kept(tmp_path):
             assert await _num_whole(engine, 100) == 0
 
 
-async def test_an_accepted_loss_costs_what_is_lost(tmp_path, outcome):
-    """Without a segment that will not come back the others are served, and its blocks forgotten."""
-    async with _filled(tmp_path) as kvd:
+async def test_accepting_a_loss_loses_only_the_missing_segment(tmp_path, outcome):
+    """The other segments are served, and the blocks of the missing one forgotten."""
+    async with _filled_kvd(tmp_path) as kvd:
         (kvd.state_dir / "volumes" / NAME / "00001.segment").unlink()
         await kvd.start()
         assert await _reopen(kvd, "--accept-loss", "--yes") == 0

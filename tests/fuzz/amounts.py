@@ -1,4 +1,4 @@
-"""How much is fuzzed: the same few examples at each run, or with the mark `long` many new ones."""
+"""The amount of fuzzing: few fixed examples per run, or with the mark `long` many new ones."""
 
 from hypothesis import HealthCheck, settings
 
@@ -6,18 +6,18 @@ LONG_FACTOR = 50
 
 
 def few(num_examples: int) -> settings:
-    """For every run."""
+    """Set the number of examples of every run."""
     return settings(
         max_examples=num_examples,
         derandomize=True,
         database=None,
         deadline=None,  # machines are slow now and then
-        suppress_health_check=list(HealthCheck),  # a daemon per module is meant here
+        suppress_health_check=list(HealthCheck),  # a daemon per module is intended
     )
 
 
 def many(num_examples: int) -> settings:
-    """For the long run of a test that has so few examples otherwise."""
+    """Set the number for the long run of a test that otherwise has so few examples."""
     return settings(
         few(num_examples),
         max_examples=LONG_FACTOR * num_examples,

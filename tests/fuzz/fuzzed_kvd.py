@@ -1,4 +1,4 @@
-"""A kvd to be fuzzed, with what must still be true of it afterwards."""
+"""A kvd for fuzzing, with checks of its state afterwards."""
 
 from collections import Counter
 from contextlib import suppress
@@ -23,29 +23,29 @@ SIZES = {
 
 
 class FuzzedKvd(FaultyKvd):
-    """It checks its invariants all the time, and ends when one does not hold."""
+    """Checks its invariants all the time, and ends when one is violated."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         super().__init__(directory, **(SIZES | settings))
         self._judged = JudgedLog(self.log_path)
 
     def is_unharmed(self) -> None:
-        """Say that it runs, and has logged nothing that it did not expect."""
+        """Check that it runs, and has logged no unexpected error."""
         assert self.is_running, self.log()[-5000:]
         self._has_no_errors()
 
     def errors(self) -> list[str]:
-        """Lines of the log that no peer must be able to cause; each is judged once."""
+        """Return log lines that no peer must be able to cause; each is returned once."""
         return self._judged.errors()
 
     async def leaves_nothing(self, before: Counter[str]) -> None:
-        """Flushed, it holds nothing, and of open connections no more than before."""
+        """Check that it holds nothing after a flush, and no more open connections than before."""
         await nothing_leaks(self)
         await self.has_no_more_than(before)
         self.is_unharmed()
 
     def is_over_unharmed(self) -> None:
-        """Say the same of one that has been stopped."""
+        """Check the same of one that has been stopped."""
         self._has_no_errors()
 
     def _has_no_errors(self) -> None:
@@ -53,7 +53,7 @@ class FuzzedKvd(FaultyKvd):
         assert not errors, "\n".join(errors[:3])
 
     def open_fds(self) -> list[int]:
-        """Numbers of its descriptors."""
+        """Return the numbers of its descriptors."""
         return [int(fd.name) for fd in Path(f"/proc/{self.pid}/fd").iterdir()]
 
     async def has_no_more_than(self, before: Counter[str]) -> None:
@@ -65,10 +65,10 @@ class FuzzedKvd(FaultyKvd):
         await eventually(added, Counter())
 
     async def connections(self) -> Counter[str]:
-        """Its descriptors that are no files, by kind: sockets, pidfds, eventfds."""
+        """Return its descriptors that are no files, by kind: sockets, pidfds, eventfds."""
         kinds: Counter[str] = Counter()
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():  # noqa: ASYNC240  # in no file system
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # the descriptor was closed in the meantime
                 kind, _, which = str(fd.readlink()).partition(":")
                 kinds[which if kind == "anon_inode" else kind] += 1
         return Counter({kind: n for kind, n in kinds.items() if not kind.startswith("/")})

@@ -1,4 +1,4 @@
-"""What hostile clients do to any address of ours: raw sockets and calls that are never finished."""
+"""What hostile clients do to any address: raw sockets and calls that are never finished."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ Frame = tuple[int, int, int, bytes]  # type, flags, stream, payload
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to "unix:/path" or "host:port", with nothing said."""
+    """Connect to "unix:/path" or "host:port", and send nothing."""
     if address.startswith("unix:"):
         raw = socket.socket(socket.AF_UNIX)
         raw.connect(address.removeprefix("unix:"))
@@ -30,13 +30,13 @@ def connect(address: str) -> socket.socket:
 def silent_connections(
     address: str, count: int, said: bytes = b""
 ) -> Iterator[list[socket.socket]]:
-    """Connections that are opened, say little or nothing, and stay."""
+    """Open connections that send little or nothing, and keep them."""
     held = []
     try:
         for _ in range(count):
             raw = connect(address)
             held.append(raw)
-            raw.setblocking(False)  # whoever does not read us does not stop us
+            raw.setblocking(False)  # a peer that does not read must not stop the test
             if said:
                 raw.send(said)
         yield
@@ -46,7 +46,7 @@ def silent_connections(
 
 
 def garbage(seed: int) -> list[bytes]:
-    """Things that are no HTTP/2, or begin like it and go on like nothing."""
+    """Return byte strings that are no HTTP/2, or begin like it and continue wrongly."""
     chance = random.Random(seed)  # noqa: S311  # test data
     opened = PREFACE + SETTINGS
     return [
@@ -58,13 +58,13 @@ def garbage(seed: int) -> list[bytes]:
         opened + frame((1, 4, 1, chance.randbytes(300))),  # headers that are no HPACK
         opened + frame((8, 0, 0, b"\x7f\xff\xff\xff")) * 50,  # windows beyond their bound
         opened + b"".join(frame((3, 0, 2 * n + 1, bytes(4))) for n in range(500)),  # resets
-        opened + frame((6, 0, 0, bytes(8))) * 2000,  # pings, whose answers nobody reads
+        opened + frame((6, 0, 0, bytes(8))) * 2000,  # pings, whose answers are not read
         opened + (1 << 23).to_bytes(3, "big") + b"\x00\x00" + bytes(4),  # a frame of 8 MiB
     ]
 
 
 def frame(parts: Frame) -> bytes:
-    """A frame of HTTP/2."""
+    """Return a frame of HTTP/2."""
     kind, flags, stream, payload = parts
     return (
         len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
@@ -72,7 +72,7 @@ def frame(parts: Frame) -> bytes:
 
 
 async def throw_garbage(address: str, seed: int) -> None:
-    """Send all of it, each over a connection of its own, and leave without reading."""
+    """Send all of it, each over its own connection, and disconnect without reading."""
     for data in garbage(seed):
         await asyncio.to_thread(_throw, address, data)
 
@@ -83,14 +83,14 @@ def _throw(address: str, data: bytes) -> None:
         try:
             raw.sendall(data)
         except OSError:
-            return  # thrown out in the middle
+            return  # disconnected by the server
 
 
 @contextmanager
-def unfinished_calls(
+def open_unfinished_calls(
     channel: grpc.aio.Channel, method: str, count: int, **call: Any
 ) -> Iterator[list]:
-    """Calls that are opened and whose message never comes."""
+    """Open calls whose message never comes."""
     opened = [channel.stream_unary(method)(_silence(), **call) for _ in range(count)]
     try:
         yield opened
@@ -106,9 +106,9 @@ async def _silence() -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def others_are_served(work: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Repeat what an honest client does while the block runs, and once more at its end.
+    """Repeat an honest client's call while the block runs, and once more at its end.
 
-    What it raises is raised here.
+    Its exceptions are raised here.
     """
     over = asyncio.Event()
 

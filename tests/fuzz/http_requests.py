@@ -1,7 +1,7 @@
-"""Requests to the HTTP API that clients might send: right ones, and what can be wrong with them.
+"""Requests to the HTTP API that clients might send: valid ones, and mutations of them.
 
-What a request names, a response or a conversation, is known only when it is sent: until then a mark
-stands in its place, in its path, its query and its body alike.
+Ids of responses and conversations are known only when a request is sent: until then marks stand for
+them, in path, query and body.
 """
 
 import json
@@ -18,7 +18,7 @@ from inference_svc.http_api.serving import ROUTES
 from tests.fuzz.json_values import NAMES, anything
 from tests.fuzz.right_bodies import MODEL, VALID
 
-FEW_TOKENS = 8  # of an answer: nobody waits for long ones here
+FEW_TOKENS = 8  # of an answer: tests do not wait for long ones
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n")
 MAX_WAY = 8  # to a place in a body that is changed
 NUM_MARKS = 3
@@ -29,7 +29,7 @@ _HOLE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent; path and query are encoded, an empty query is none."""
+    """A request; path and query are encoded, an empty query is none."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class Request:
     body: bytes | None = None
 
     def naming(self, known: Mapping[str, Sequence[str]]) -> "Request":
-        """This request with what is known in place of its marks."""
+        """Replace the request's marks by known ids."""
 
         def resolved(found: re.Match[bytes]) -> bytes:
             ids = known.get(found[1].decode(), ())
@@ -53,7 +53,7 @@ class Request:
 
 
 def own_marks(path: str) -> list[str]:
-    """Marks of what the holes of a route's path are for, in their order."""
+    """Return marks for the holes of a route's path, in order."""
     _, _, product, *_ = [*path.split("/"), ""]
     of_product = {"chat": "chat", "responses": "response", "conversations": "conversation"}
     by_hole = {"id": of_product.get(product, ""), "item": "item"}
@@ -62,13 +62,13 @@ def own_marks(path: str) -> list[str]:
 
 
 def right_request(method: str, path: str) -> Request:
-    """A request of a route that is answered."""
+    """Return a valid request of a route."""
     body = json.dumps(VALID[path][0]).encode() if method == "POST" else None
-    return Request(method, filled(path, own_marks(path)), body=body)
+    return Request(method, fill_path(path, own_marks(path)), body=body)
 
 
-def filled(path: str, values: Sequence[str]) -> str:
-    """A route's path with values in its holes."""
+def fill_path(path: str, values: Sequence[str]) -> str:
+    """Return a route's path with values in its holes."""
     given = iter(values)
     return _HOLE.sub(lambda _: next(given), path)
 
@@ -79,8 +79,8 @@ RAW = {'"RAW_FLOAT"': "1e999", '"RAW_LONG"': "7" * 5000, '"RAW_NAN"': "NaN", '"R
 marks = st.sampled_from([f"MARK_{kind}_{n}" for kind in KINDS for n in range(NUM_MARKS)])
 
 
-def _nested(depth: int) -> Any:
-    """A list in a list in a list."""
+def _nest(depth: int) -> Any:
+    """Nest a list in a list in a list."""
     value: Any = []
     for _ in range(depth):
         value = [value]
@@ -90,7 +90,7 @@ def _nested(depth: int) -> Any:
 odd = st.sampled_from(
     [
         *(10**400, -(10**400), 2**63, 2**31, 2**31 - 1, -1, 0, 1.5, 1e308, -0.0),
-        *(_nested(70), _nested(400), {"a": _nested(90)}, [], {}, "", "\ud800", "\0", "a" * 5000),
+        *(_nest(70), _nest(400), {"a": _nest(90)}, [], {}, "", "\ud800", "\0", "a" * 5000),
         *(name.strip('"') for name in RAW),
         *("<|end|>", "../../etc/passwd", "é" * 300, "%s%n", "\u202e\u0000\uffff"),
     ]
@@ -100,7 +100,7 @@ seldom = st.sampled_from([False] * 7 + [True])
 
 
 def _places(value: Any, found: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a value, as the way to it."""
+    """Return every place in a value, as a path."""
     steps = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in steps:
         yield (*found, key)
@@ -109,8 +109,8 @@ def _places(value: Any, found: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 @st.composite
-def mutated(draw: st.DrawFn, valid: Sequence[dict[str, Any]]) -> Any:
-    """A body that is right, with a few things in it that may not be."""
+def draw_mutated(draw: st.DrawFn, valid: Sequence[dict[str, Any]]) -> Any:
+    """Return a valid body with a few possibly invalid changes."""
     body = deepcopy(draw(st.sampled_from(valid)))
     for _ in range(draw(st.sampled_from([0, 1, 1, 2]))):
         places = list(_places(body))
@@ -133,8 +133,8 @@ def mutated(draw: st.DrawFn, valid: Sequence[dict[str, Any]]) -> Any:
     return body
 
 
-def bounded(body: Any) -> Any:
-    """The same body, with an answer of few tokens if it is to be a very long one."""
+def bound_length(body: Any) -> Any:
+    """Return the same body with a bounded length of the answer."""
     if not isinstance(body, dict):
         return body
     return {
@@ -145,7 +145,7 @@ def bounded(body: Any) -> Any:
     }
 
 
-def _written(body: Any, *, is_escaped: bool) -> bytes:
+def _encode_body(body: Any, *, is_escaped: bool) -> bytes:
     text = json.dumps(body, ensure_ascii=is_escaped)
     for name, raw in RAW.items():
         text = text.replace(name, raw)
@@ -154,7 +154,7 @@ def _written(body: Any, *, is_escaped: bool) -> bytes:
 
 @st.composite
 def spoilt(draw: st.DrawFn, written: bytes) -> bytes:
-    """The bytes of a body, as they may come out of a bad client."""
+    """Return the bytes of a body, perhaps corrupted."""
     at = draw(st.integers(0, len(written)))
     junk = draw(
         st.sampled_from([b"\xff", b"\xc3", b"\0", b"\xed\xa0\x80", b"\\u", b'"', b"}", b","])
@@ -178,10 +178,10 @@ def spoilt(draw: st.DrawFn, written: bytes) -> bytes:
 
 @st.composite
 def bytes_of(draw: st.DrawFn, path: str) -> bytes:
-    """The bytes of a body for a route."""
-    right = mutated(VALID.get(path, ({},)))
-    body = bounded(draw(wrong if draw(seldom) else right))
-    written = _written(body, is_escaped=draw(st.booleans()))
+    """Return the bytes of a body for a route."""
+    right = draw_mutated(VALID.get(path, ({},)))
+    body = bound_length(draw(wrong if draw(seldom) else right))
+    written = _encode_body(body, is_escaped=draw(st.booleans()))
     return draw(spoilt(written)) if draw(seldom) else written
 
 
@@ -243,14 +243,14 @@ methods = st.sampled_from(["GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "P
 
 @st.composite
 def requests_of(draw: st.DrawFn, method: str, path: str) -> Request:
-    """Requests of one route, and now and then by another method."""
+    """Draw requests of one route, sometimes with another method."""
     given = [draw(ids) if draw(seldom) else own for own in own_marks(path)]
     used = draw(methods) if draw(seldom) else method
     has_body = method == "POST" or draw(seldom)
     kind = draw(kinds) if draw(seldom) else "application/json"
     return Request(
         used,
-        filled(path, given),
+        fill_path(path, given),
         draw(queries) if method == "GET" or draw(seldom) else "",
         (*(draw(headers) if draw(seldom) else ()), *((("Content-Type", kind),) if kind else ())),
         draw(bytes_of(path)) if has_body else None,

@@ -1,4 +1,4 @@
-"""JSON that clients might send: the names and words that bodies have, and any values of them."""
+"""JSON that clients might send: known names and words of bodies, with any values."""
 
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
-"""Requests made from their descriptors: right, half right, and nonsense.
+"""Requests made from their descriptors: valid, partly valid, and nonsense.
 
-What is right is known only when a test runs: engine ids, leases, tokens of the data socket. Those
-are drawn as marks, numbers or texts that stand for them, and put in by `resolve` just before a
-message is sent; so an example is the same at each run.
+Engine ids, leases and tokens of the data socket are known only when a test runs. Marks, numbers
+or texts that stand for them are drawn, and replaced by `resolve` just before a message is sent; so
+an example is the same at each run.
 """
 
 import math
@@ -89,7 +89,7 @@ _layouts = st.builds(
     tp_size=st.sampled_from([1, 1, 2]) | _uint32,
 ).map(layout_message)
 
-# By field name: what may be right there.
+# Valid values, by field name.
 _HINTS: Mapping[str, st.SearchStrategy] = {
     "engine_id": _marks,
     "lease_id": _marks,
@@ -121,14 +121,14 @@ _HINTS: Mapping[str, st.SearchStrategy] = {
 
 
 def requests_of(method: MethodDescriptor) -> st.SearchStrategy[Message]:
-    """Requests of an RPC."""
+    """Draw requests of an RPC."""
     made = _messages(GetMessageClass(method.input_type))
     return st.one_of(made, _queues()) if method.name == "PushQueue" else made
 
 
 @st.composite
 def _queues(draw) -> kvd_pb2.QueueSnapshot:
-    """A queue snapshot that makes sense: all of a queue, with its digest, or a change of one."""
+    """Draw a valid queue snapshot: a whole queue, with its digest, or a change of one."""
     numbers = draw(st.lists(st.integers(0, 9), max_size=6, unique=True))
     keys = [SessionKey("default", "", draw(_HINTS["session_id"])) for _ in numbers]
     num_waiting = draw(st.integers(0, len(numbers)))
@@ -150,13 +150,13 @@ def _queues(draw) -> kvd_pb2.QueueSnapshot:
 
 @st.composite
 def _messages(draw, cls: type[Message], *, is_right: bool = False) -> Message:
-    # Most are right all through: a message with one wrong field seldom gets far.
+    # Most are valid: a message with one wrong field seldom gets far.
     is_right = is_right or draw(st.sampled_from([True, True, True, False]))
     message = cls()
     for field in cls.DESCRIPTOR.fields:
         is_field_right = is_right or draw(st.booleans())
         if not is_right and draw(st.integers(0, 5)) == 0:
-            continue  # left out
+            continue  # omitted
         values = _values(field, is_right=is_field_right)
         if field.is_repeated:
             getattr(message, field.name).extend(draw(st.lists(values, max_size=4)))
@@ -187,22 +187,22 @@ def _values(field: FieldDescriptor, *, is_right: bool) -> st.SearchStrategy:
 
 
 def resolve(message: Message, known: Mapping[str, list]) -> None:
-    """Put what is known by the name of a field in the place of its marks, in the whole message."""
+    """Replace marks by known values of their fields, in the whole message."""
     for field, value in message.ListFields():
         if field.message_type is not None:
             for part in value if field.is_repeated else [value]:
                 resolve(part, known)
         elif field.name == "pid" and value == os.getpid():
-            setattr(message, field.name, 0)  # kvd would kill it, as it was told to
+            setattr(message, field.name, 0)  # kvd would kill it, as requested
         elif field.is_repeated:
-            values = [_known(field, item, known) for item in value]
+            values = [_replace_known(field, item, known) for item in value]
             del value[:]
             value.extend(values)
         else:
-            setattr(message, field.name, _known(field, value, known))
+            setattr(message, field.name, _replace_known(field, value, known))
 
 
-def _known(field: FieldDescriptor, value, known: Mapping[str, list]):
+def _replace_known(field: FieldDescriptor, value, known: Mapping[str, list]):
     values = known.get(field.name, [])
     if isinstance(value, str) and value.startswith(TEXT_MARK):
         number = int(value.removeprefix(TEXT_MARK) or 0)

@@ -1,4 +1,4 @@
-"""An attachment with nothing in the way: its data connection, its stream, its three descriptors."""
+"""An engine's raw attachment: its data connection, its stream, its three descriptors."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class RawEngine:
-    """What an engine process gets from kvd; all descriptors are its own."""
+    """What an engine process gets from kvd; it owns all descriptors."""
 
     engine_id: int
     stub: kvd_pb2_grpc.EngineStub
@@ -33,7 +33,7 @@ class RawEngine:
 
 
 async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
-    """The next packet and its descriptors; None at the end of the connection."""
+    """Return the next packet and its descriptors; None at the end of the connection."""
     async with asyncio.timeout(ANSWER_S):
         try:
             packet, fds = await any_packets.receive(data)
@@ -44,7 +44,7 @@ async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
 
 @asynccontextmanager
 async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEngine]:
-    """One that is attached; at the end it says that it leaves."""
+    """Attach, and announce the exit at the end."""
     data = packets.connect(str(runtime_dir / "data.sock"))
     welcome, _ = await receive(data)
     assert isinstance(welcome, packets.Welcome)
@@ -66,6 +66,6 @@ async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEn
         finally:
             for fd in fds:
                 os.close(fd)
-            with suppress(OSError):  # kvd has gone
+            with suppress(OSError):  # kvd has ended
                 packets.send(data, packets.Leaving())
             data.close()

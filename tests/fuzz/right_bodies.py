@@ -1,4 +1,4 @@
-"""Bodies that are right, for each path of the HTTP API that takes one."""
+"""Valid bodies for each path of the HTTP API that takes one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ NOTES = {"metadata": {"a": "b"}}
 _CHAT = {"model": MODEL, "messages": ASKED, "max_tokens": 3, "store": True}
 _RESPONSE = {"model": MODEL, "input": "What is kept?", "max_output_tokens": 3}
 _MESSAGE = {"model": MODEL, "messages": ASKED, "max_tokens": 3}
-# Bodies that are right, by path; the first of each is answered, whatever else was.
+# Valid bodies, by path; the first of each is answered in any state.
 VALID: Mapping[str, Sequence[dict[str, Any]]] = {
     "/v1/chat/completions": (
         {**_CHAT, **NOTES},

@@ -1,4 +1,4 @@
-"""The data socket, told anything by anybody: others are served, and no descriptor is left."""
+"""The data socket with arbitrary packets: others are served, and no descriptor is left."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Act:
-    """Does one of: read, half-close for writing, half-close for reading."""
+    """One of: read, half-close for writing, half-close for reading."""
 
     how: str
 
@@ -62,7 +62,7 @@ any_packet = st.one_of(
 any_step = st.builds(Send, any_packet, st.sampled_from([0, 0, 1, 3, 4, 50])) | st.builds(
     Act, st.sampled_from(["read", "shut_write", "shut_read"])
 )
-# Of each connection: what is done, and whether as an engine that has attached.
+# For each connection: its actions, and whether it is an attached engine's.
 any_peers = st.lists(
     st.tuples(st.booleans(), st.lists(any_step, max_size=6)), min_size=1, max_size=6
 )
@@ -70,7 +70,7 @@ any_peers = st.lists(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fuzzed(tmp_path_factory):
-    """(kvd, engine that stays): at the end nothing is left of all the others."""
+    """Run (kvd, an engine that stays); at the end nothing is left of all other connections."""
     kvd = FuzzedKvd(tmp_path_factory.mktemp("data"), KVD_LIMITS__MAX_ENGINES=str(MAX_PEERS))
     await kvd.start()
     before = await kvd.connections()
@@ -85,7 +85,7 @@ async def fuzzed(tmp_path_factory):
 
 
 async def _serves(kvd: FuzzedKvd, engine: SyntheticEngine) -> None:
-    """The engine that stays is served as before."""
+    """Check that the engine that stays is served as before."""
     tokens = list(range(40))
     assert await engine.store(key_of("stays"), tokens) == len(tokens)
     assert (await engine.load(key_of("stays"), tokens)).num_tokens == len(tokens)
@@ -99,7 +99,7 @@ async def _play(fuzzed, peers) -> None:
 
 
 async def _be(kvd: FuzzedKvd, is_engine: bool, steps: list[Send | Act]) -> None:
-    """One connection from its beginning to its end."""
+    """Run one connection from its beginning to its end."""
     if not is_engine:
         with packets.connect(str(kvd.runtime_dir / "data.sock")) as sock:
             await _do(sock, steps)
@@ -110,9 +110,9 @@ async def _be(kvd: FuzzedKvd, is_engine: bool, steps: list[Send | Act]) -> None:
 
 async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
     for step in steps:
-        with suppress(OSError, TimeoutError):  # closed by kvd, shut by ourselves, too large
+        with suppress(OSError, TimeoutError):  # closed by kvd, shut by the test, too large
             if isinstance(step, Send):
-                fds = [sock.fileno()] * step.num_fds  # its own: a loop that the kernel must undo
+                fds = [sock.fileno()] * step.num_fds  # its own: a loop that the kernel must resolve
                 socket.send_fds(sock, [step.packet], fds)
             elif step.how == "read":
                 async with asyncio.timeout(0.02):
@@ -125,7 +125,7 @@ async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
 @few(30)
 @given(any_peers)
 async def test_any_packets(fuzzed, peers):
-    """Connections that send what they like, attached or not."""
+    """Attached or not."""
     await _play(fuzzed, peers)
 
 
@@ -133,20 +133,20 @@ async def test_any_packets(fuzzed, peers):
 @many(30)
 @given(any_peers)
 async def test_any_packets_long(fuzzed, peers):
-    """The same, for minutes."""
+    """Run the same for minutes."""
     await _play(fuzzed, peers)
 
 
 @pytest.mark.parametrize("num_connects", [1000, pytest.param(50_000, marks=pytest.mark.long)])
-async def test_thousands_of_connects(fuzzed, num_connects):
-    """Opened and cut as fast as can be; more at once than there may be are refused."""
+async def test_thousands_of_connections(fuzzed, num_connects):
+    """Opened and closed as fast as possible; more than allowed at once are refused."""
     kvd, engine = fuzzed
     path = str(kvd.runtime_dir / "data.sock")
     open_ones: list[socket.socket] = []
     for number in range(num_connects):
         try:
             open_ones.append(packets.connect(path))
-        except BlockingIOError:  # its backlog is full: somebody has to wait
+        except BlockingIOError:  # its backlog is full: a connection has to wait
             await asyncio.sleep(0.001)
         if number % 100 == 99:
             await _serves(kvd, engine)
@@ -158,7 +158,7 @@ async def test_thousands_of_connects(fuzzed, num_connects):
 
 
 async def test_without_descriptors_left(fuzzed):
-    """With none left kvd lets newcomers wait or refuses them; then it goes on."""
+    """kvd lets new connections wait or refuses them; then it continues."""
     kvd, engine = fuzzed
     path = str(kvd.runtime_dir / "data.sock")
     before = await kvd.connections()

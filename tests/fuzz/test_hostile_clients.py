@@ -1,7 +1,7 @@
-"""Hostile clients of kvd: they learn nothing, cost little, and disturb nobody.
+"""Hostile clients of kvd learn nothing, cost little, and disturb no others.
 
 One kvd for all of them, with a port for clients that have a token; an honest engine and an honest
-operator go on all the time.
+operator work all the time.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.hostile import (
     PREFACE,
     SETTINGS,
+    open_unfinished_calls,
     others_are_served,
     silent_connections,
     throw_garbage,
-    unfinished_calls,
 )
 from tests.kvd_as_user import let_others_enter
 from tests.kvd_polling import eventually
@@ -57,12 +57,12 @@ for path in paths:
             print(b"EACCES".hex())
 """
 STATS = "/kvd.v1.Reader/GetStats"
-COSTS_BYTES = 100 << 20  # more than a run costs, far less than what strangers try to send
+COSTS_BYTES = 100 << 20  # more than a run costs, far less than strangers try to send
 
 
 @dataclass
 class Attacked:
-    """The kvd, and who uses it honestly."""
+    """The kvd, and its honest users."""
 
     kvd: FuzzedKvd
     tcp: str
@@ -71,12 +71,12 @@ class Attacked:
     turns: int = 0
 
     def addresses(self) -> list[str]:
-        """All that gRPC listens on."""
+        """Return all addresses of gRPC."""
         names = ("engine.sock", "operator.sock", "reader.sock")
         return [*(f"unix:{self.kvd.runtime_dir / name}" for name in names), self.tcp]
 
     async def honest_work(self) -> None:
-        """A turn of the engine, and looks of two operators elsewhere: one has just come."""
+        """Run a turn of the engine, and queries of two remote operators, one of them new."""
         self.turns += 1
         key = key_of(f"s{self.turns % 4}")
         await self.engine.store(key, TOKENS)
@@ -88,18 +88,18 @@ class Attacked:
             await kvd_pb2_grpc.ReaderStub(newcomer).ListSessions(request, timeout=30)
 
     def channel(self, address: str, credentials: ClientCredentials | None) -> grpc.aio.Channel:
-        """A connection of one's own."""
+        """Open a separate connection."""
         return aio_channel_of(address, credentials, channel_options())
 
     def rss_bytes(self) -> int:
-        """Memory of the process, without what it shares with engines."""
+        """Return the process's memory without the part that it shares with engines."""
         memory = psutil.Process(self.kvd.pid).memory_info()
         return int(memory.rss - memory.shared)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def attacked(tmp_path_factory) -> AsyncIterator[Attacked]:
-    """One for all tests; at the end nothing is left of them."""
+    """Run one for all tests; at the end no connection of theirs is left."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         tcp = f"127.0.0.1:{server.getsockname()[1]}"
     kvd = FuzzedKvd(
@@ -127,7 +127,7 @@ async def attacked(tmp_path_factory) -> AsyncIterator[Attacked]:
     kvd.is_over_unharmed()
 
 
-async def test_connections_that_say_nothing(attacked):
+async def test_silent_connections(attacked):
     """Hundreds of them, on every address, some with half of a greeting: others are served."""
     before = await attacked.kvd.connections()
     for address in attacked.addresses():
@@ -142,16 +142,16 @@ async def test_connections_that_say_nothing(attacked):
 
 
 @pytest.mark.long
-async def test_connections_that_say_nothing_are_closed(attacked):
-    """In seconds, without their leaving: a half-open connection holds nothing."""
+async def test_silent_connections_are_closed(attacked):
+    """After seconds: a half-open connection holds nothing."""
     before = await attacked.kvd.connections()
     for address in attacked.addresses():
         with silent_connections(address, 100):
             await attacked.kvd.has_no_more_than(before)
 
 
-async def test_what_is_no_http2(attacked):
-    """Noise, other protocols, frames that may not be: thrown out, on every address."""
+async def test_other_protocols_are_disconnected(attacked):
+    """Noise, other protocols, invalid frames, on every address."""
     before = await attacked.kvd.connections()
     async with others_are_served(attacked.honest_work):
         for seed, address in enumerate(attacked.addresses()):
@@ -161,7 +161,7 @@ async def test_what_is_no_http2(attacked):
 
 
 async def test_strangers_who_guess_tokens(attacked):
-    """All are told the same, hardly a line is logged, and no call of theirs is read."""
+    """All get the same error, few lines are logged, and no call of theirs is read."""
     told, log_before = set(), attacked.kvd.log().count("\n")
 
     async def guess(stub: kvd_pb2_grpc.ReaderStub) -> None:
@@ -181,8 +181,8 @@ async def test_strangers_who_guess_tokens(attacked):
     assert log_before < attacked.kvd.log().count("\n")
 
 
-async def test_strangers_who_send_much(attacked):
-    """Messages of the largest size, many at once: refused before they are read."""
+async def test_large_messages_of_strangers(attacked):
+    """Many of the largest size at once: refused before they are read."""
     before = attacked.rss_bytes()
     body = bytes(MAX_MESSAGE_BYTES - 100)
     async with (
@@ -196,8 +196,8 @@ async def test_strangers_who_send_much(attacked):
 
 
 @pytest.mark.parametrize("where", ["operator.sock", "engine.sock", "tcp"])
-async def test_messages_that_are_too_large(attacked, where):
-    """Of those who may come in: the call is refused, the next one is not."""
+async def test_oversized_messages(attacked, where):
+    """Of authenticated clients: the call is refused, the next one is not."""
     address = attacked.tcp if where == "tcp" else f"unix:{attacked.kvd.runtime_dir / where}"
     method = "/kvd.v1.Engine/EndSession" if where == "engine.sock" else STATS
     options = (("grpc.max_send_message_length", -1),)
@@ -214,18 +214,18 @@ async def test_messages_that_are_too_large(attacked, where):
     attacked.kvd.is_unharmed()
 
 
-async def test_calls_that_are_never_finished(attacked):
-    """Strangers' end at once, a client may have a few: however many it opens, others have room."""
+async def test_unfinished_calls(attacked):
+    """Strangers' end at once; a client may have a few, and others have room."""
     async with (
         others_are_served(attacked.honest_work),
         attacked.channel(attacked.tcp, None) as strangers,
         attacked.channel(attacked.tcp, GREEDY) as known,
     ):
-        with unfinished_calls(strangers, STATS, 200) as calls:
+        with open_unfinished_calls(strangers, STATS, 200) as calls:
             for call in calls:
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-        with unfinished_calls(known, STATS, 400) as calls:  # more than limits.max_rpcs
-            # Which of them come first is not told: one that waited for its message is late, too.
+        with open_unfinished_calls(known, STATS, 400) as calls:  # more than limits.max_rpcs
+            # The order of arrival is unknown: one that waited for its message is late, too.
             ends = asyncio.as_completed([call.code() for call in calls])
             while await next(ends) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 pass
@@ -233,14 +233,14 @@ async def test_calls_that_are_never_finished(attacked):
                 await attacked.honest_work()
 
 
-async def test_health_is_not_a_way_in(attacked):
-    """Strangers who ask for health and do not say of what are few; watching is not theirs."""
+async def test_health_calls_are_limited(attacked):
+    """Strangers have few calls without a message, and cannot watch."""
     check = "/grpc.health.v1.Health/Check"
     async with (
         others_are_served(attacked.honest_work),
         attacked.channel(attacked.tcp, None) as strangers,
     ):
-        with unfinished_calls(strangers, check, 50) as calls:
+        with open_unfinished_calls(strangers, check, 50) as calls:
             ended, _ = await asyncio.wait(
                 [asyncio.ensure_future(call.code()) for call in calls],
                 timeout=60,
@@ -253,7 +253,7 @@ async def test_health_is_not_a_way_in(attacked):
 
 
 async def test_watchers_who_do_not_read(attacked):
-    """They may not be many, hold nobody up, leave room for others, and make room when they go."""
+    """Their number is limited, they delay nothing, and free their room at the end."""
     request = kvd_pb2.WatchEventsRequest(num_recent=1000)
     async with others_are_served(attacked.honest_work):
         async with attacked.channel(attacked.tcp, GREEDY) as channel:
@@ -284,7 +284,7 @@ async def _is_taken(stub: kvd_pb2_grpc.ReaderStub, request: kvd_pb2.WatchEventsR
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 async def test_processes_of_other_users(attacked):
-    """No socket opens for them; if its mode let them, the kernel would still say who they are."""
+    """No socket opens for them; if its mode did, the kernel would still identify them."""
     run = attacked.kvd.runtime_dir
     names = ("data.sock", "engine.sock", "operator.sock", "reader.sock")
     let_others_enter(run)
@@ -301,7 +301,7 @@ async def test_processes_of_other_users(attacked):
 
 
 async def _as_nobody(*sockets: Path) -> list[bytes]:
-    """What a process of another user gets from each socket; b"EACCES" if it may not open it."""
+    """Return what another user's process gets from each socket; b"EACCES" if it cannot open it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", NOBODY, str(NOBODY_UID), *map(str, sockets)),
         stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Whatever a client sends, a body is decoded or refused."""
+"""Any body of a client is decoded or refused."""
 
 import json
 
@@ -76,7 +76,7 @@ few_wrong = st.integers(0, 9).flatmap(lambda n: st.just({}) if n else wrong_memb
 
 
 def whole(*objects):
-    """One of these objects, as it is or with something wrong."""
+    """Draw one of these objects, valid or mutated."""
     return st.builds(lambda one, wrong: {**one, **wrong}, st.sampled_from(objects), few_wrong)
 
 
@@ -109,13 +109,13 @@ conversations = st.fixed_dictionaries(
 
 
 def check_told(refused):
-    """A refusal is an object of its API, and short."""
+    """Check that a refusal is an object of its API, and short."""
     assert json.loads(json_bytes({"error": error_object(refused)}))
     assert len(str(refused)) < 1000
 
 
 def check_listed(given):
-    """Items can be kept, and shown as items that the same service takes."""
+    """Check that items can be stored, and shown as items that the service accepts again."""
     items = json.loads(json_bytes({"items": with_ids("resp_a", objects_of(given))}))["items"]
     assert len({item["id"] for item in items}) == len(items)
     again = decode(ItemsBody, {"items": items}).items
@@ -125,7 +125,7 @@ def check_listed(given):
 
 @given(bodies)
 def test_a_body_is_decoded_or_refused(body):
-    """Nothing else is ever raised, and a refusal can be told."""
+    """No other exception is raised, and a refusal can be encoded."""
     refusals = []
     kinds = (
         ("input", ChatBody),
@@ -160,7 +160,7 @@ def test_a_body_is_decoded_or_refused(body):
 
 @given(conversations)
 def test_a_conversation_with_tools_is_read_or_refused(given):
-    """Whatever its blocks have: what is read can be written into a prompt, in whole."""
+    """Whatever its blocks are: accepted ones can be written into a prompt, completely."""
     try:
         body = decode(MessagesBody, given)
     except RequestError as refused:
@@ -182,7 +182,7 @@ def test_a_conversation_with_tools_is_read_or_refused(given):
 
 
 @given(st.binary(max_size=64) | anything.map(lambda value: json.dumps(value).encode()))
-def test_bytes_are_an_object_or_refused(data):
+def test_bytes_are_decoded_or_refused(data):
     """Whatever they are."""
     try:
         found = parse_object(data)

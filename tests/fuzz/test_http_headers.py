@@ -1,4 +1,4 @@
-"""Whatever a browser, or who plays one, asks for in headers, nothing made up goes back in one."""
+"""Any request headers: no made-up text is returned in a header."""
 
 import re
 
@@ -17,7 +17,7 @@ texts = st.text(max_size=12) | st.lists(pieces, max_size=40).map("".join)
 
 
 @given(st.lists(texts, max_size=3))
-def test_names_of_headers_are_names_or_refused(sent):
+def test_header_names_are_valid_or_refused(sent):
     """And bounded."""
     try:
         names = requested_header_names(sent)
@@ -29,8 +29,8 @@ def test_names_of_headers_are_names_or_refused(sent):
 
 
 @given(st.text(alphabet="htps:/a.*[]0189 @\n", max_size=16))
-def test_an_origin_is_one_or_refused(text):
-    """What the settings take is what browsers send: one origin, with nothing around it."""
+def test_origins_are_valid_or_refused(text):
+    """The settings accept what browsers send: a single plain origin."""
     try:
         (taken,) = OpenAISettings(cors_origins=[text]).cors_origins
     except ValueError:
@@ -40,8 +40,8 @@ def test_an_origin_is_one_or_refused(text):
 
 
 @given(texts)
-def test_a_page_is_of_this_machine_or_denied(origin):
-    """Whatever its origin looks like."""
+def test_pages_are_local_or_denied(origin):
+    """Whatever their origin looks like."""
     if not re.fullmatch(r"https?://(localhost|127\..*|\[::1\]).*", origin, re.DOTALL):
         with pytest.raises(DeniedError):
             check_local("127.0.0.1", ["localhost"], [origin])

@@ -1,8 +1,7 @@
-"""Every route of the HTTP API, asked anything: it answers or refuses, and the service goes on.
+"""Every route of the HTTP API with arbitrary requests: each is answered or refused.
 
-The routes are those of the server's own table, so one that is new is fuzzed, too. What is expected
-of each request is that it ends, that a refusal is in the words of its client's API and says what to
-do, and that what is answered can be read.
+The routes are those of the server's own table, so new ones are fuzzed, too. Each request has to
+end, a refusal has the form of its client's API with a remedy, and answers can be parsed.
 """
 
 import asyncio
@@ -27,10 +26,11 @@ from tests.http_api.conftest import CLIENTS, ApiService
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HANGS_S = 60.0
-FEW_TOKENS = "\n[scheduler]\ndefault_max_tokens = 8\n"  # of an answer whose request does not say
+# tokens of an answer whose request has no limit
+FEW_TOKENS = "\n[scheduler]\ndefault_max_tokens = 8\n"
 PLAIN = {"model": MODEL, "messages": ASKED, "max_tokens": 2}
 PATHS = [(method, path) for method, path, _ in ROUTES]
-# What a client learns, and later requests name: of an answer to be compacted nothing is stored.
+# Ids that later requests name; compacting stores none.
 TOLD = {kind: re.compile(rf"\b{prefix}[0-9a-f]{{16,}}(?:_\d+)?") for kind, prefix in KINDS.items()}
 MADE = {
     "chat": "/v1/chat/completions",
@@ -42,7 +42,7 @@ UNTOLD = "/v1/responses/compact"
 
 
 class Fuzzed:
-    """A service that is asked anything, and what requests can know of it."""
+    """A service under fuzzing, with the ids that requests can name."""
 
     def __init__(self, api: ApiService, session: aiohttp.ClientSession) -> None:
         self._api = api
@@ -52,7 +52,7 @@ class Fuzzed:
         self._known: dict[str, list[str]] = {}
 
     async def send(self, request: Request) -> int:
-        """Send it, judge how it ends, and return its status."""
+        """Send a request, check its end, and return its status."""
         sent = request.naming(self._known)
         url = URL(self._api.url.removesuffix("/v1") + sent.path, encoded=True)
         if sent.query:
@@ -71,7 +71,7 @@ class Fuzzed:
         ):
             text = (await reply.read()).decode()
             if reply.status >= 500:
-                self.is_unharmed()  # its log says more than the answer
+                self.is_unharmed()  # the log says more than the answer
             _judge(sent, reply, text)
         if reply.status == 404:
             self._forget(sent.path)
@@ -93,13 +93,13 @@ class Fuzzed:
             self._known[kind] = [each for each in ids if each not in named]
 
     async def knows_some(self) -> None:
-        """Have something of each kind that requests may name."""
+        """Create one object of each kind that requests may name."""
         for kind, path in MADE.items():
             if not self._known.get(kind):
                 assert await self.send(right_request("POST", path)) == 200
 
     async def is_served(self) -> None:
-        """Have a turn answered, as if nothing had been."""
+        """Check that a turn is answered as usual."""
         url, body = f"{self._api.url}/chat/completions", {**PLAIN, "ignore_eos": True}
         headers = {"Authorization": f"Bearer {CLIENTS['globex']}"}
         async with (
@@ -111,23 +111,23 @@ class Fuzzed:
         assert answer["usage"]["completion_tokens"] == PLAIN["max_tokens"], answer
 
     def is_unharmed(self) -> None:
-        """Say that it has logged nothing that no client must be able to cause."""
+        """Check that it has logged nothing that no client must be able to cause."""
         errors = self._log.errors()[self._num_before :]
         assert not errors, "\n".join(errors[:3])
 
 
 def _judge(sent: Request, reply: aiohttp.ClientResponse, text: str) -> None:
-    """A refusal is the client's fault, and says so as its API does; an answer can be read."""
+    """Check that a refusal is the client's error in its API's form, and that an answer parses."""
     assert reply.status < 300 or 400 <= reply.status < 500, (reply.status, text)
     assert "Traceback" not in text
     if sent.method == "HEAD" or not text:
         assert sent.method in ("HEAD", "OPTIONS"), reply.status
     elif reply.status >= 400:
-        _judge_refusal(sent, _parsed(text))
+        _judge_refusal(sent, _parse(text))
     elif reply.content_type == "text/event-stream":
         assert list(_events(text))
     elif sent.path != "/":
-        assert _parsed(text)
+        assert _parse(text)
 
 
 def _judge_refusal(sent: Request, refused: dict) -> None:
@@ -146,13 +146,13 @@ def _judge_refusal(sent: Request, refused: dict) -> None:
 
 
 def _events(text: str) -> Iterator[dict]:
-    """The events of a stream, but for the mark at its end."""
+    """Return the events of a stream, without the mark at its end."""
     for line in text.splitlines():
         if line.startswith("data: ") and line != "data: [DONE]":
-            yield _parsed(line.removeprefix("data: "))
+            yield _parse(line.removeprefix("data: "))
 
 
-def _parsed(text: str) -> dict:
+def _parse(text: str) -> dict:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
@@ -163,7 +163,7 @@ def _parsed(text: str) -> dict:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fuzzed(tiny_model, tmp_path_factory):
-    """One service for all of it; at the end it serves, and stops as it should."""
+    """Run one service for all tests; at the end it serves, and stops properly."""
     api = ApiService(tiny_model, tmp_path_factory.mktemp("routes"), more=FEW_TOKENS)
     await api.kvd.start()
     try:
@@ -180,7 +180,7 @@ async def fuzzed(tiny_model, tmp_path_factory):
 
 
 async def _play(fuzzed: Fuzzed, scene: list[list[Request]]) -> None:
-    """Send the requests, those of one list at once; the service serves afterwards."""
+    """Send the requests, those of one list at once; check that the service serves afterwards."""
     await fuzzed.knows_some()
     for at_once in scene:
         await asyncio.gather(*map(fuzzed.send, at_once))
@@ -188,18 +188,18 @@ async def _play(fuzzed: Fuzzed, scene: list[list[Request]]) -> None:
 
 
 def _in_their_order(route: tuple[str, str]) -> tuple[bool, int]:
-    """What is made comes before what is shown, and that before what is deleted, the inner first."""
+    """Order creation before reading, and that before deletion, inner objects first."""
     method, path = route
     return method == "DELETE", path.count("{") * (-1 if method == "DELETE" else 1)
 
 
-async def test_every_route_is_answered(fuzzed):
-    """With what is right for it: what is fuzzed is more than refusals."""
+async def test_every_route_answers_a_valid_request(fuzzed):
+    """So fuzzing is not limited to refusals."""
     assert {path for method, path in PATHS if method == "POST"} == VALID.keys()
     for method, path in sorted(PATHS, key=_in_their_order):
         async with asyncio.timeout(HANGS_S):
             while (status := await fuzzed.send(right_request(method, path))) == 409:
-                pass  # a response in the background is not complete
+                pass  # a response in the background is incomplete
         assert status == 200, (method, path)
     await fuzzed.is_served()
 
@@ -215,15 +215,15 @@ async def test_any_requests(fuzzed, scene):
 @many(12)
 @given(scenes)
 async def test_any_requests_long(fuzzed, scene):
-    """The same, for minutes."""
+    """Run the same for minutes."""
     await _play(fuzzed, scene)
 
 
 @pytest.mark.parametrize("route", PATHS, ids=" ".join)
 @few(2)
 @given(st.data())
-async def test_each_route(fuzzed, route, data):
-    """Each route by itself, so that none is left out."""
+async def test_each_route_is_fuzzed(fuzzed, route, data):
+    """Separately, so that none is left out."""
     await _play(fuzzed, [[data.draw(requests_of(*route))]])
 
 
@@ -232,5 +232,5 @@ async def test_each_route(fuzzed, route, data):
 @many(2)
 @given(st.data())
 async def test_each_route_long(fuzzed, route, data):
-    """The same, for minutes."""
+    """Run the same for minutes."""
     await _play(fuzzed, [[data.draw(requests_of(*route))]])

@@ -1,9 +1,9 @@
-"""An engine that does its worst with what it was given; kvd and engines of other layouts go on.
+"""An engine that misuses all of its resources; kvd and engines of other layouts continue.
 
-It shares its layout's slots with the other engines of that layout, as all of them do. What it does
-to them costs misses, once kvd looks: on a load with integrity.verify_on_load, at a restart, and
-before anything is written. tests/fault/test_holders.py has garbage in every slot with the first of
-these; here are the others, and everything else that can be done with three descriptors.
+It shares its layout's slots with the other engines of that layout. Damage to them costs misses
+once kvd detects it: on a load with integrity.verify_on_load, at a restart, and before a write.
+    tests/fault/test_holders.py tests garbage in every slot with the first of these; this module
+    tests the others, and all other uses of three descriptors.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ TOKENS = 40
 
 @dataclass(frozen=True)
 class Deed:
-    """What the rogue does: the name of a method of `Rogue`, and numbers that it may use."""
+    """An action of the rogue: the name of a method of `Rogue`, and numbers for it."""
 
     name: str
     place: int
@@ -51,14 +51,14 @@ class Deed:
 
 
 class Rogue:
-    """The deeds. Those that the kernel must refuse say so."""
+    """The actions. Those that the kernel must refuse check that."""
 
     def __init__(self, engine: RawEngine) -> None:
         self._engine = engine
         self.slots = mmap.mmap(engine.slots_fd, NUM_SLOTS * SLOT_BYTES)
 
     async def do(self, deed: Deed) -> None:
-        """One deed."""
+        """Do one action."""
         await getattr(self, f"_{deed.name}")(deed.place, deed.data)
 
     async def _scribble(self, place: int, data: bytes) -> None:
@@ -100,10 +100,10 @@ class Rogue:
             os.close(again)
 
     async def _wake(self, place: int, data: bytes) -> None:
-        """Fill the wakeup in both directions, and leave it blocking, or shut."""
+        """Fill the wakeup in both directions, and leave it blocking, or shut down."""
         fd = self._engine.wakeup_fd
         os.set_blocking(fd, False)
-        with contextlib.suppress(OSError):  # full, or shut by an earlier deed
+        with contextlib.suppress(OSError):  # full, or shut down by an earlier action
             for _ in range(place % 3000):
                 os.write(fd, data)
         os.set_blocking(fd, True)
@@ -123,7 +123,7 @@ class Rogue:
             request = kvd_pb2.PrepareLoadRequest(accept_pending=True, **asked)
             await self._engine.stub.PrepareLoad(request, timeout=30)
         else:
-            # Tokens of its own: what they stand for is for it to say.
+            # Its own tokens: their meaning is its own.
             asked["session"] = kvd_pb2.SessionKey(session_id="rogue")
             asked["token_ids"] = encode(range(9000 + place % 50, 9050 + place % 50))
             request = kvd_pb2.PrepareStoreRequest(**asked)
@@ -136,7 +136,7 @@ class Rogue:
 
 
 def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2), which os has without its mode."""
+    """Call fallocate(2), which os lacks with its mode."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64
     if libc.fallocate(fd, mode, size(offset), size(length)):
@@ -159,9 +159,9 @@ deeds = st.lists(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["true", "false"])
 async def served(tmp_path_factory, request):
-    """(kvd, engine of the rogue's layout, engine of another one), with and without verify_on_load.
+    """Run (kvd, engine of the rogue's layout, engine of another one); verify_on_load on and off.
 
-    Memory is sealed: nobody else needs to be able to write to the file system for it.
+    Memory is sealed: other users need not be able to write to the file system for it.
     """
     kvd = FuzzedKvd(
         tmp_path_factory.mktemp("rogue"), keep="none", KVD_INTEGRITY__VERIFY_ON_LOAD=request.param
@@ -187,16 +187,16 @@ async def _play(served, todo: list[Deed]) -> None:
     for number in range(4):
         await ledger.store(beside, f"s{number}", _tokens(number))
         await elsewhere.store(_elsewhere(number), _tokens(number))
-    await all_clean(kvd)  # until it is hashed kvd can not know who has written
+    await all_clean(kvd)  # before it is hashed kvd cannot detect the change
     async with raw_engine(kvd.runtime_dir, LAYOUTS[0]) as engine:
         rogue = Rogue(engine)
         for deed in todo:
             await rogue.do(deed)
         await _others_are_unharmed(kvd, elsewhere)
-    # A block that somebody reads already is not verified again: the rogue has to let go first.
+    # A block with an active reader is not verified again: the rogue has to release it first.
     await eventually(partial(_num_leases, kvd), 0)
     if kvd._environment["KVD_INTEGRITY__VERIFY_ON_LOAD"] == "false":
-        # Nobody looks at a block in DRAM before a load of it; so somebody has to look now.
+        # A block in DRAM is only verified at a load; so load it now.
         at = ("--runtime-dir", str(kvd.runtime_dir))
         code, stdout, stderr = await run_cli("verify", *at)
         assert code in {0, 1}, stdout + stderr
@@ -228,23 +228,23 @@ def _elsewhere(number: int):
 
 @few(6)
 @given(deeds)
-async def test_any_deeds(served, todo):
-    """In any order; kvd is unharmed, and so is everybody who does not share that memory."""
+async def test_any_actions(served, todo):
+    """In any order; kvd is unharmed, and so are engines with other memory."""
     await _play(served, todo)
 
 
 @pytest.mark.long
 @many(13)
 @given(deeds)
-async def test_any_deeds_long(served, todo):
-    """The same, for minutes."""
+async def test_any_actions_long(served, todo):
+    """Run the same for minutes."""
     await _play(served, todo)
 
 
-async def test_a_file_that_is_cut(tmp_path):
-    """Memory in a file can be cut by whoever has it, which ends kvd; the next one is as good.
+async def test_a_file_that_is_truncated(tmp_path):
+    """An engine can truncate a file's memory, which ends kvd; the next one works.
 
-    The kernel offers nothing against it but sealed memory (dram.keep = "fdstore" or "none").
+    The kernel's only protection is sealed memory (dram.keep = "fdstore" or "none").
     """
     kvd = FuzzedKvd(tmp_path, keep="file", KVD_INTEGRITY__VERIFY_ON_LOAD="true")
     await kvd.start()

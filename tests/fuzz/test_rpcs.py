@@ -1,7 +1,7 @@
-"""Every RPC, asked anything: it answers or refuses, kvd goes on, and at the end nothing is left.
+"""Every RPC with arbitrary requests: it answers or refuses, and at the end nothing is left.
 
 Two engines of one layout and one of another are attached, and have leases that some of the requests
-name. What is expected of each call is only that it ends, and how it may not end.
+name. Each call has to end, and must not end in certain ways.
 """
 
 import asyncio
@@ -33,26 +33,26 @@ METHODS = tuple(
     method for name in SOCKETS for method in kvd_pb2.DESCRIPTOR.services_by_name[name].methods
 )
 HANGS_S = 30.0  # kvd waits for 0.1 s where a caller names no deadline
-PATIENCE_S = 0.2  # with a caller that names one
-STREAM_S = 0.05  # how long a stream is listened to
+PATIENCE_S = 0.2  # with a caller's own deadline
+STREAM_S = 0.05  # how long a stream is read
 NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call: requests are one message or raw bytes, or several of a stream that is then cut."""
+    """A call: one message or raw bytes, or several of a stream that is then cancelled."""
 
     method: MethodDescriptor
     requests: tuple[Message | bytes, ...]
 
     @property
     def may_wait(self) -> bool:
-        """Whether its caller has asked kvd to take its time."""
+        """Return whether its caller has allowed kvd to wait."""
         return any(getattr(request, "deadline_s", 0) for request in self.requests)
 
 
 def calls_of(method: MethodDescriptor) -> st.SearchStrategy[Call]:
-    """Calls of one RPC."""
+    """Draw calls of one RPC."""
     made = requests_of(method)
     request = st.one_of(made, made, made, made, made, st.binary(max_size=200))
     sizes = {"min_size": 1, "max_size": 4 if method.client_streaming else 1}
@@ -64,7 +64,7 @@ scenes = st.lists(st.lists(any_call, min_size=1, max_size=4), min_size=1, max_si
 
 
 class Fuzzed:
-    """A kvd with its engines, and what requests can know of them."""
+    """A kvd with its engines, and the ids that requests can name."""
 
     def __init__(self, kvd: FuzzedKvd, engines: list[SyntheticEngine]) -> None:
         self.kvd = kvd
@@ -72,10 +72,10 @@ class Fuzzed:
         self.channels: dict[str, grpc.aio.Channel] = {}
         self.leases: list[int] = []
         self.page_tokens: list[str] = []
-        self.data: list = []  # connections to the data socket that are open
+        self.data: list = []  # open connections to the data socket
 
     async def call(self, call: Call) -> None:
-        """Make it, and judge how it ends."""
+        """Make a call, and check its end."""
         requests = [await self._encoded(request) for request in call.requests]
         method = call.method
         channel = self.channels[method.containing_service.name]
@@ -91,7 +91,7 @@ class Fuzzed:
             _judge(call, error)
 
     async def _stream(self, channel, call: Call, path: str, requests: list[bytes]) -> None:
-        """Send and listen to a stream for a little, then cut it."""
+        """Send to a stream and read it for a while, then cancel it."""
         if not call.method.client_streaming:
             stream = channel.unary_stream(path)(requests[0])
             await _listen(stream)
@@ -100,11 +100,11 @@ class Fuzzed:
             for request in requests:
                 await stream.write(request)
                 if not await _listen(stream, num_answers=1):
-                    break  # it has ended: to write again would be an error of ours
+                    break  # it has ended: another write would be the test's error
         stream.cancel()
 
     def _learn(self, method: MethodDescriptor, answer: bytes) -> None:
-        """Keep what later requests may name."""
+        """Record ids that later requests may name."""
         message = getattr(kvd_pb2, method.output_type.name).FromString(answer)
         if method.name in ("PrepareLoad", "PrepareStore") and message.lease_id:
             self.leases = [message.lease_id, *self.leases][:NUM_MARKS]
@@ -131,7 +131,7 @@ class Fuzzed:
         return message.SerializeToString()
 
     async def _tokens(self, message: Message) -> list[str]:
-        """A token of a connection that stays open, for a request that can use one."""
+        """Return a token of a connection that stays open, for a request that needs one."""
         if not isinstance(message, kvd_pb2.AttachRequest):
             return []
         data = packets.connect(str(self.kvd.runtime_dir / "data.sock"))
@@ -140,7 +140,7 @@ class Fuzzed:
         return [welcome.token] if isinstance(welcome, packets.Welcome) else []
 
     async def leave(self) -> None:
-        """Close the connections of fuzzed attachments: they say that they hold nothing."""
+        """Close the connections of fuzzed attachments: they announce that they hold nothing."""
         for data in self.data:
             with suppress(OSError):  # kvd has closed it
                 packets.send(data, packets.Leaving())
@@ -150,7 +150,7 @@ class Fuzzed:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fuzzed(tmp_path_factory):
-    """One kvd for all of it; at the end everything that was attached leaves."""
+    """Run one kvd for all tests; at the end all attached engines leave."""
     kvd = FuzzedKvd(tmp_path_factory.mktemp("rpcs"))
     await kvd.start()
     before = await kvd.connections()
@@ -176,14 +176,14 @@ async def fuzzed(tmp_path_factory):
 
 
 def _judge(call: Call, error: grpc.aio.AioRpcError) -> None:
-    """A refusal says why, and comes in time."""
+    """Check that a refusal has its reason, and comes in time."""
     assert error.code() not in NEVER, f"{error.code()}: {error.details()}"
     is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert call.may_wait or not is_late, "it hangs"
 
 
 async def _listen(stream, num_answers: int = 100) -> bool:
-    """Take so many answers, or what comes in time; False if the stream has ended."""
+    """Read so many answers, or those that come in time; return False if the stream has ended."""
     with suppress(TimeoutError):
         async with asyncio.timeout(STREAM_S):
             for _ in range(num_answers):
@@ -193,7 +193,7 @@ async def _listen(stream, num_answers: int = 100) -> bool:
 
 
 async def _play(fuzzed: Fuzzed, scene: list[list[Call]]) -> None:
-    """Make the calls, those of one list at once; kvd serves afterwards."""
+    """Make the calls, those of one list at once; check that kvd serves afterwards."""
     num_errors = len(fuzzed.kvd.errors())
     await _store_some(fuzzed)
     for at_once in scene:
@@ -204,7 +204,7 @@ async def _play(fuzzed: Fuzzed, scene: list[list[Call]]) -> None:
 
 
 async def _store_some(fuzzed: Fuzzed) -> None:
-    """Have sessions that requests may name."""
+    """Store sessions that requests may name."""
     engine = fuzzed.engines[0]
     await engine.client.wait_attached(HANGS_S)
     for number in range(3):
@@ -213,10 +213,10 @@ async def _store_some(fuzzed: Fuzzed) -> None:
 
 
 async def _all_serve(fuzzed: Fuzzed) -> None:
-    """Each engine is attached again, is served, and what it loads is right."""
+    """Check that each engine is attached again, is served, and loads the right rows."""
     for engine in fuzzed.engines:
         await engine.client.wait_attached(HANGS_S)
-        # What a fuzzed request has leased is the engine's own, which knows nothing of it.
+        # Leases of fuzzed requests belong to the engine, which does not know them.
         await _complete(fuzzed, engine)
     for number, engine in enumerate(fuzzed.engines):
         key = key_of(f"after-{number}", model=engine.layout.model)
@@ -227,7 +227,7 @@ async def _all_serve(fuzzed: Fuzzed) -> None:
 
 
 async def _complete(fuzzed: Fuzzed, engine: SyntheticEngine) -> None:
-    """End every lease of an engine; those of others are refused."""
+    """Complete every lease of an engine; those of others are refused."""
     answer = await fuzzed.channels["Reader"].unary_unary("/kvd.v1.Reader/ListLeases")(b"")
     attachment = engine.client._attachment
     assert attachment is not None
@@ -253,15 +253,15 @@ async def test_any_calls(fuzzed, scene):
 @many(30)
 @given(scenes)
 async def test_any_calls_long(fuzzed, scene):
-    """The same, for minutes."""
+    """Run the same for minutes."""
     await _play(fuzzed, scene)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @few(2)
 @given(st.data())
-async def test_each_rpc(fuzzed, method, data):
-    """Each RPC by itself, so that none is left out."""
+async def test_each_rpc_is_fuzzed(fuzzed, method, data):
+    """Separately, so that none is left out."""
     await _play(fuzzed, [[data.draw(calls_of(method))]])
 
 
@@ -270,12 +270,12 @@ async def test_each_rpc(fuzzed, method, data):
 @many(4)
 @given(st.data())
 async def test_each_rpc_long(fuzzed, method, data):
-    """The same, for minutes."""
+    """Run the same for minutes."""
     await _play(fuzzed, [[data.draw(calls_of(method))]])
 
 
 async def test_oversized_requests(fuzzed):
-    """What is larger than a message may be is refused, what is as large as it may be is not."""
+    """Larger messages than allowed are refused, the largest allowed is not."""
     engine = fuzzed.engines[0]
     await engine.client.wait_attached(HANGS_S)
     attachment = engine.client._attachment

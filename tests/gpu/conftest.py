@@ -1,4 +1,4 @@
-"""Tests on a GPU (`make test-gpu`); in `make test` on what stands in for one, and fewer."""
+"""Fixtures of tests on a GPU (`make test-gpu`); `make test` runs fewer, on a stand-in."""
 
 import os
 
@@ -14,20 +14,20 @@ NAME = os.environ.get("GPU_TESTS_DEVICE", "cpu")
 
 @pytest.fixture(scope="session")
 def device():
-    """The device that is tested."""
+    """Return the device under test."""
     torch.set_num_threads(1)
     return torch.device(NAME)
 
 
 @pytest.fixture(scope="session")
 def dtypes():
-    """Those that the device computes: the interpreter has no bfloat16."""
+    """Return the dtypes that the device computes: the interpreter has no bfloat16."""
     return [torch.float32, torch.float16] + ([torch.bfloat16] if NAME != "cpu" else [])
 
 
 @pytest.fixture
 def driver(device, monkeypatch):
-    """The device's driver."""
+    """Return the device's driver."""
     if device.type == "cuda":
         return CudaDriver(device)
     simulated = SimulatedDevice()

@@ -41,7 +41,7 @@ TOKEN_BYTES = KV_HEADS * DIM * 2
 SLOT_BYTES, NUM_SLOTS = 2 << 20, 512
 BLOCK_TOKENS, NUM_TOKENS = 16, 65536
 REPEATS = 10
-QUEUED_CYCLES = 8_000_000  # some milliseconds, in which all that is timed is enqueued
+QUEUED_CYCLES = 8_000_000  # takes some milliseconds, in which all timed work is enqueued
 
 
 def say(what, *figures):
@@ -49,7 +49,7 @@ def say(what, *figures):
 
 
 def device_s(work):
-    """The median of some runs, none of which waits for Python."""
+    """Return the median time of some runs, none of which waits for Python."""
     work()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     torch.cuda._sleep(QUEUED_CYCLES)
@@ -74,16 +74,16 @@ def wall_s(work):
 
 
 def attention():
-    """All shapes."""
+    """Time all shapes."""
     matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     rate = 2 * 8192**3 / device_s(lambda: matrix @ matrix)
     say("matrix product", f"{rate / 1e12:.0f} TFLOP/s")
     for name, parts in ATTENDED.items():
-        say(name, *attended(parts))
+        say(name, *measure_attention(parts))
 
 
-def attended(parts):
-    """The figures of one shape."""
+def measure_attention(parts):
+    """Return the figures of one shape."""
     counts = [-(-length // PAGE_TOKENS) for _, length in parts]
     pages = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
     made = {"device": DEVICE, "dtype": torch.bfloat16}
@@ -107,7 +107,7 @@ def attended(parts):
 
 
 def copies():
-    """Each way, both, and beside what reads weights."""
+    """Time copies each way, both at once, and beside work that reads weights."""
     memory = memoryview(mmap.mmap(-1, SLOT_BYTES * NUM_SLOTS))
     torch.frombuffer(memory, dtype=torch.int64).random_()
     calls = DriverCalls()
@@ -155,12 +155,12 @@ def copies():
     expected = expected[slots, : BLOCK_TOKENS * TOKEN_BYTES].flatten()
     assert torch.equal(here.memory[here.places].view(-1).view(torch.uint8).cpu(), expected)
     for name, work in (("copy engine", engine), ("load", load), ("save", save)):
-        say(f"weights read beside {name}", f"{slowed_by(work, streams[0]):.2f} x as long")
+        say(f"weights read beside {name}", f"{slowdown(work, streams[0]):.2f} x as long")
     calls.unregister(address_of(memory))
 
 
-def slowed_by(work, stream):
-    """How much longer a product of a vector takes while something copies."""
+def slowdown(work, stream):
+    """Return how much longer a product of a vector takes while a copy runs."""
     made = {"device": DEVICE, "dtype": torch.bfloat16}
     weights, vector = torch.randn(4096, 14336, **made), torch.randn(1, 4096, **made)
 

@@ -1,8 +1,8 @@
 """Measures what only a GPU can show, in one command: `make gpu-report`.
 
 Each part is a command with a time limit of its own, the most important first, all together within
-nine minutes. What fails or takes too long is said so, and the next one begins. `--tiny` runs the
-same commands with models and lengths for a CPU: it shows that the report comes to its end.
+nine minutes. A part that fails or takes too long is marked so, and the next one begins. `--tiny`
+runs the same commands with models and lengths for a CPU: this checks that the report completes.
 
 Writes OUT/gpu-report.md, a document of each part beside it (gpu-report.PART.json), and pictures.
 """
@@ -24,7 +24,7 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 ALL_S = 540.0
-LEAST_S = 1.0  # a part that has less is not begun
+LEAST_S = 1.0  # a part with less time than this is not begun
 END_S = 10.0  # of a command, from SIGINT to its end
 LAST_LINES = 60
 
@@ -34,10 +34,10 @@ class Part:
     """One command.
 
     Attributes:
-        name: also of its files.
-        shows: for whom reads the page.
+        name: also the stem of its files.
+        shows: its explanation on the page.
         command: arguments of Python.
-        limit_s: when it is ended.
+        limit_s: its time limit.
         is_bench: whether it writes a document and a picture.
     """
 
@@ -187,7 +187,7 @@ class Outcome:
 
     Attributes:
         state: "done", "failed", "too long" or "no time left".
-        printed: what it printed, its tables included.
+        printed: its output, with tables.
     """
 
     part: Part
@@ -206,7 +206,7 @@ def run(part: Part, out: Path, limit_s: float) -> Outcome:
         command += ["--json", str(files["json"]), "--directory", str(out)]
         if importlib.util.find_spec("matplotlib") is not None:
             command += ["--plot", str(files["png"])]
-    # Without an installation, too: kvd is started from other directories.
+    # So that it runs without an installation, too: kvd is started in other directories.
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
     began_s = time.monotonic()
@@ -228,7 +228,7 @@ def run(part: Part, out: Path, limit_s: float) -> Outcome:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a command and all that it has started."""
+    """End a command and all processes that it has started."""
     for ending in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, ending)
@@ -271,7 +271,7 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
 
 
 def main() -> int:
-    """Run all parts; return how many did not come to a good end."""
+    """Run all parts; return how many of them did not succeed."""
     asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     asked.add_argument("--tiny", action="store_true", help="for a CPU")
     asked.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -297,7 +297,7 @@ def main() -> int:
             outcome = run(part, options.out, limit_s)
         sys.stderr.write(f"{part.name}: {outcome.state}, {outcome.seconds:.0f} s\n")
         outcomes.append(outcome)
-        # After each part: what is there stays there, whatever comes.
+        # After each part, so that the page survives whatever comes later.
         text = page(outcomes, " ".join(("python -m tests.gpu.report", *sys.argv[1:])))
         (options.out / "gpu-report.md").write_text(text, encoding="utf-8")
     return sum(one.state != "done" for one in outcomes)

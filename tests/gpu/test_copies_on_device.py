@@ -1,4 +1,4 @@
-"""Copies between an arena and the device: the bytes that were there, locked in place or not."""
+"""Copies between an arena and the device keep all bytes, whether its memory is locked or not."""
 
 import mmap
 
@@ -29,7 +29,7 @@ class Slots:
 
 @pytest.fixture(params=[True, False], ids=["registered", "refused"])
 def arena(request, device, driver, monkeypatch):
-    """An arena that the device reaches, or that the system refuses to lock in place."""
+    """Return an arena that the device reaches, or one that the system refuses to lock."""
     if not request.param:
 
         def refuse(*_):
@@ -60,7 +60,7 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("component", [0, 1])
 def test_loads_have_the_slots_bytes(arena, device, driver, run, component):
-    """Wherever in the slots the tokens are."""
+    """Tokens may lie anywhere in the slots."""
     on_device, plain = arena
     shape = (
         len(run.slot_ids),
@@ -75,8 +75,8 @@ def test_loads_have_the_slots_bytes(arena, device, driver, run, component):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_loads_go_to_their_places(arena, device, driver, run):
-    """In memory that others have, too."""
+def test_loads_write_to_the_given_places(arena, device, driver, run):
+    """The places may lie in memory that other sequences share."""
     on_device, plain = arena
     shape = plain.view(1, 0).shape[2:]
     places = torch.randperm(300, generator=torch.Generator().manual_seed(2))[: run.num_tokens]
@@ -93,7 +93,7 @@ def test_loads_go_to_their_places(arena, device, driver, run):
 @pytest.mark.parametrize("run", RUNS[:2])
 @pytest.mark.parametrize("lies", ["side by side", "here and there"])
 def test_saves_change_only_their_tokens(arena, device, driver, run, lies):
-    """Of both layers: not a byte beside them."""
+    """Both layers are checked: no byte beside the tokens changes."""
     on_device, plain = arena
     views = [plain.view(layer, 1) for layer in (0, 1)]
     expected = [view.clone() for view in views]

@@ -1,8 +1,8 @@
-"""An engine, a real kvd, and a device that refuses races: sessions that come, share, grow and go.
+"""An engine and a real kvd on a device that refuses races: sessions come, share, grow and go.
 
-What is enqueued on the streams of computing, loads and saves is watched, thread by thread: each
-piece of work has waited for what it reads and for what it overwrites, or the test fails. So it is
-for models with states, with latents and with an index; answers are those of the model alone.
+The device checks all work on the streams of computing, loads and saves, thread by thread: work
+that has not waited for the bytes that it reads or overwrites fails the test. Models with states,
+with latents and with an index are tested as well; answers equal those of the model alone.
 """
 
 import asyncio
@@ -57,17 +57,17 @@ def model(tiny_model):
 
 
 def in_small_blocks(loaded):
-    """A model whose blocks are so short that sessions have some that are full: steps save these."""
+    """Return a model whose blocks are so short that steps save full ones."""
     calibration = calibrate(loaded)
     layout = replace(calibration.layout, block_tokens=BLOCK_TOKENS)
     return Model(loaded, replace(calibration, layout=layout))
 
 
-def built(name):
-    """A tiny model of another kind, in which no token is padding.
+def build_tiny_model(name):
+    """Build a tiny model of another kind, in which no token is padding.
 
-    Padding is embedded as zeros, and to an index of nothing all keys are equal: which of them it
-    chooses depends on how many tokens are computed at once, with any device.
+    Padding is embedded as zeros, and to an index of nothing all keys are equal: on every device
+    its choice depends on the number of tokens in a step.
     """
     kind = architectures()[name]
     kind = replace(kind, changed={**kind.changed, "pad_token_id": None})
@@ -77,9 +77,9 @@ def built(name):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A simulated device in the place of the CPU's: for memory, streams, copies and threads."""
+    """Use a simulated device instead of the CPU: for memory, streams, copies and threads."""
     device = SimulatedDevice()
-    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has its shadow
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has a shadow record
     monkeypatch.setattr(torch, "get_device_module", lambda _device: device)
     for module in (kv_pool, page_pool, write_ring):
         allocate = module.allocate_region
@@ -128,17 +128,17 @@ def simulated(monkeypatch):
 
 
 class Conversation:
-    """A session of the engine; what it has said so far."""
+    """A session of the engine, with its tokens so far."""
 
     def __init__(self, local, name, shared=(), *, is_new=False):
         self._local = local
         self._key = local.key(name)
         self.ids = list(shared)
         self.answers = []
-        self._is_new = is_new  # what it begins with comes with its first turn
+        self._is_new = is_new  # a prompt that it begins with is part of its first turn
 
     async def turn(self, num_new, num_answer, source="any", keep=True):
-        """Submit new tokens behind all that was said."""
+        """Submit new tokens behind all earlier ones."""
         prompt = [*self.ids, *self._local.new_tokens(num_new)]
         times = await self._local.turn(
             self._key,
@@ -162,8 +162,8 @@ class Conversation:
         pytest.param("contiguous", False, marks=pytest.mark.long),
     ],
 )
-async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv, is_replayed):
-    """Turns beside each other: computed, replayed, saved, loaded, resident, shared, overwritten."""
+async def test_no_work_races(simulated, model, tmp_path, monkeypatch, working_kv, is_replayed):
+    """Turns run beside each other: computed, replayed, saved, loaded, shared, overwritten."""
     torch.set_num_threads(1)
     if working_kv == "pages":
         monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
@@ -206,7 +206,7 @@ async def test_nothing_races(simulated, model, tmp_path, monkeypatch, working_kv
 
 
 def alone(model, ids, answers):
-    """Compute a session from its first token on, on no device; yield each answer as it would be."""
+    """Compute a session without a device, from its first token; yield each expected answer."""
     loaded, calibration = model.loaded, model.calibration
     shapes, cpu = [layer.shape for layer in calibration.layers], torch.device("cpu")
     pool = KVPool(
@@ -232,10 +232,8 @@ def alone(model, ids, answers):
         pytest.param(build_shapes_model, True, marks=pytest.mark.long),
     ],
 )
-async def test_windows_on_pages_do_not_race_either(
-    simulated, tmp_path, monkeypatch, build, is_replayed
-):
-    """Their pages are written over while others load, share and save; no answer is another."""
+async def test_windows_on_pages_do_not_race(simulated, tmp_path, monkeypatch, build, is_replayed):
+    """Their pages are overwritten while others load, share and save; every answer is right."""
     torch.set_num_threads(1)
     monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
     if is_replayed:
@@ -294,10 +292,8 @@ async def test_windows_on_pages_do_not_race_either(
         pytest.param("deepseek_v4", "contiguous", marks=pytest.mark.long),
     ],
 )
-async def test_states_and_latents_do_not_race_either(
-    simulated, tmp_path, monkeypatch, name, working_kv
-):
-    """Saved behind steps and at the end, loaded, resident; and no answer is another."""
+async def test_states_and_latents_do_not_race(simulated, tmp_path, monkeypatch, name, working_kv):
+    """They are saved behind steps and at the end, loaded and resident; every answer is right."""
     torch.set_num_threads(1)
     monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
     request = local_engine.EngineRequest
@@ -306,7 +302,7 @@ async def test_states_and_latents_do_not_race_either(
         "EngineRequest",
         lambda **given: request(**{**given, "marks": (len(given["token_ids"]) // 2,)}),
     )
-    model = built(name)
+    model = build_tiny_model(name)
     has_states = bool(model.calibration.state_shapes)
     num_blocks = 400 if has_states else 100  # a state has slots of its own
     chance = np.random.default_rng(5)
@@ -316,7 +312,7 @@ async def test_states_and_latents_do_not_race_either(
             running_engine(
                 model,
                 kvd,
-                kv_tokens=2000,  # room for what is to be saved: else a save may be given up
+                kv_tokens=2000,  # room for all saves: otherwise a save may be given up
                 cache=BESIDE_STEPS,
                 scheduler={"working_kv": working_kv, "max_running": 3, "step_tokens": 48},
             ) as local,

@@ -1,6 +1,6 @@
-"""Decode steps that are replayed on the device: to the bit what it computes, in any thread.
+"""Decode steps that are replayed on the device equal computed ones to the bit, in any thread.
 
-Without a device it is only tried by `make test-long`, in which the kernel is interpreted.
+Without a device only `make test-long` runs this, with the kernel interpreted.
 """
 
 import os
@@ -16,7 +16,7 @@ from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.cuda.graphs import capture_on
 from inference_svc.runtime.cuda.page_attention import attend_pages
 from inference_svc.runtime.model.model_loader import describe_model
-from tests.paged_steps import PagedSteps, decoded, kept
+from tests.paged_steps import PagedSteps, decode_each, kept_contents
 from tests.recorded_graph import RecordedGraphs
 from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
@@ -42,7 +42,7 @@ def attend_single_tokens(
     window: int,
     chunk: int,
 ) -> torch.Tensor:
-    """Launch the kernel: one call of torch, as a device sees it, for the interpreter's many."""
+    """Launch the kernel as a single call of torch, as a device sees it."""
     step = PageStep.of_single_tokens(
         tables, lengths, most_length=most_length, page_tokens=page_tokens
     )
@@ -50,7 +50,7 @@ def attend_single_tokens(
 
 
 def attend_in_one_call(query, keys, values, step, call):
-    """The kernel, where it is interpreted."""
+    """Use the one-call form of the kernel where it is interpreted."""
     if step.tiles(1) is not None:
         return attend_pages(query, keys, values, step, call)
     sizes = step.most_length, step.page_tokens
@@ -59,7 +59,7 @@ def attend_in_one_call(query, keys, values, step, call):
 
 @pytest.fixture
 def capture(device):
-    """What captures: the device, or what stands in for it."""
+    """Return the device's capture, or its stand-in."""
     return capture_on(device) or RecordedGraphs()
 
 
@@ -76,8 +76,8 @@ def make(device):
     return make_by_name
 
 
-def test_a_replayed_step_is_the_computed_one(dtypes, make, capture):
-    """In logits, working KV and write buffers; replayed by another thread than captured it."""
+def test_a_replayed_step_equals_the_computed_one(dtypes, make, capture):
+    """Logits, working KV and write buffers are equal; another thread replays than captured."""
     steps = make("llama", dtypes[-1])
     replaying = steps.replaying(capture, SHAPES)
     ours, theirs = (
@@ -86,22 +86,22 @@ def test_a_replayed_step_is_the_computed_one(dtypes, make, capture):
     answers = []
 
     def replay():
-        answers.extend(decoded(replaying, ours, [60 + n, 70 + n, 80 + n]) for n in range(4))
+        answers.extend(decode_each(replaying, ours, [60 + n, 70 + n, 80 + n]) for n in range(4))
 
     thread = threading.Thread(target=replay)
     thread.start()
     thread.join()
     for n, logits in enumerate(answers):
-        assert torch.equal(logits, decoded(steps.runner, theirs, [60 + n, 70 + n, 80 + n])), n
+        assert torch.equal(logits, decode_each(steps.runner, theirs, [60 + n, 70 + n, 80 + n])), n
     assert (len(answers), replaying.num_replayed) == (4, 4)
-    for one, other in zip(kept(ours), kept(theirs), strict=True):
+    for one, other in zip(kept_contents(ours), kept_contents(theirs), strict=True):
         assert torch.equal(one, other)
     assert capture.num_bytes > 0
 
 
 @pytest.mark.parametrize("name", MODELS[:1] if IS_INTERPRETED else MODELS)
-def test_models_are_proven_with_them(dtypes, make, capture, name):
-    """As the service does when it starts."""
+def test_calibration_accepts_models_with_graphs(dtypes, make, capture, name):
+    """The check is the one that the service makes at start."""
     steps = make(name, dtypes[-1])
     graphs = choose_graphs("auto", capture, *steps.model, steps.attention, steps.memory(2, 24))
     assert graphs is not None

@@ -1,4 +1,4 @@
-"""The GPU report comes to its end, whatever becomes of its parts, and says what did."""
+"""The GPU report completes whatever becomes of its parts, and reports the state of each."""
 
 import sys
 
@@ -12,7 +12,7 @@ DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + SLEEP
 
 
 def run_report(monkeypatch, tmp_path, parts, *arguments):
-    """Run it with these parts; returns its exit code and its page."""
+    """Run the report with these parts; return its exit code and its page."""
     monkeypatch.setattr(
         report, "parts", lambda *, is_tiny, pairs: parts if is_tiny and not pairs else []
     )
@@ -22,7 +22,7 @@ def run_report(monkeypatch, tmp_path, parts, *arguments):
 
 
 def states(page):
-    """The states of the parts, by name."""
+    """Return the states of the parts, by name."""
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return {row[0].removeprefix("| "): row[2] for row in rows[1:]}
 
@@ -31,8 +31,8 @@ def plain(name, code, limit_s=60.0):
     return Part(name, "something", ["-c", code], limit_s, is_bench=False)
 
 
-def test_what_fails_or_takes_too_long_is_said(monkeypatch, tmp_path):
-    """And what comes behind is run."""
+def test_failing_and_slow_parts_are_reported(monkeypatch, tmp_path):
+    """The parts after them are run."""
     monkeypatch.setattr(report, "END_S", 0.2)
     parts = [
         plain("failing", "print('why'); raise SystemExit(3)"),
@@ -52,8 +52,8 @@ def test_what_fails_or_takes_too_long_is_said(monkeypatch, tmp_path):
     assert "fine" in page
 
 
-def test_parts_are_named_and_time_ends(monkeypatch, tmp_path):
-    """Only what is asked for; and nothing is begun that cannot be ended in time."""
+def test_only_named_parts_run_and_none_after_the_time_limit(monkeypatch, tmp_path):
+    """A part that could not be ended in time is not begun."""
     parts = [plain("one", "print(1)"), plain("other", "print(2)")]
     code, page = run_report(monkeypatch, tmp_path, parts, "--only", "other")
     assert (code, states(page)) == (0, {"other": "done"})
@@ -62,8 +62,8 @@ def test_parts_are_named_and_time_ends(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_a_bench_has_its_tables_on_the_page(monkeypatch, tmp_path):
-    """And its document and its picture beside it."""
+def test_a_bench_adds_its_tables_document_and_picture(monkeypatch, tmp_path):
+    """The tables are on the page, the document and the picture beside it."""
     copies = next(part for part in report.parts(is_tiny=True) if part.name == "copies")
     code, page = run_report(monkeypatch, tmp_path, [copies])
     assert code == 0, page

@@ -1,4 +1,4 @@
-"""Keys embedded on their way to pages, on the device: torch's bits, models proven with it."""
+"""Keys that the device embeds on their way to pages have torch's bits; calibration accepts them."""
 
 import os
 
@@ -19,8 +19,8 @@ MODELS = ["llama", "gpt_oss", "glm4", "gpt_neox", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("rope", [halves, interleaved, partial, scaled])
-def test_bits_are_those_of_torch(device, dtypes, rope):
-    """In every dtype, by tables of that dtype and of float32."""
+def test_bits_equal_those_of_torch(device, dtypes, rope):
+    """In every dtype, with tables of that dtype and of float32."""
     for dtype in dtypes:
         for table_dtype in {dtype, torch.float32}:
             pairing = find_pairing(rope, DIM, torch.device("cpu"))
@@ -42,8 +42,8 @@ def test_bits_are_those_of_torch(device, dtypes, rope):
 
 
 @pytest.mark.parametrize("name", MODELS[:1] if IS_INTERPRETED else MODELS)
-def test_models_are_proven_with_it(device, dtypes, name):
-    """As the service does when it starts."""
+def test_calibration_accepts_models_with_the_kernel(device, dtypes, name):
+    """The check is the one that the service makes at start."""
     for dtype in dtypes:
         model = build_model(architectures()[name]).to(device, dtype)
         loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)

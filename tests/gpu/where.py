@@ -1,4 +1,4 @@
-"""Says where time goes: `python -m tests.gpu.where`, of Mistral-7B's shape; options as below.
+"""Profiles decode steps, a prompt and turns: `python -m tests.gpu.where`, in Mistral-7B's shape.
 
 For decode steps, a prompt, and turns whose history is resident or in kvd: the time, how much of it
 the device was busy, with its kernels, and what Python's threads were at, from samples of their
@@ -60,7 +60,7 @@ class Samples:
                     self._found[names.get(thread, "?")][place] += 1
 
     def lines(self):
-        """What each thread that was at something was at, the most frequent first."""
+        """Return what each busy thread was doing, the most frequent first."""
         for name, places in self._found.items():
             busy = {at: n for at, n in places.items() if not at.startswith(IDLE)}
             if sum(busy.values()) > self._number // 20:
@@ -68,8 +68,8 @@ class Samples:
                 yield f"  {name}, of {self._number} samples: {', '.join(shares)}"
 
 
-async def shown(name, measured, engine):
-    """Run something twice for warmth and a time, once under samples, once under the profiler."""
+async def show(name, measured, engine):
+    """Run a case twice to warm up and to time it, once under samples, once under the profiler."""
     for _ in range(2):
         await engine.settle()
         seconds = await measured()
@@ -100,7 +100,7 @@ async def shown(name, measured, engine):
 
 
 async def measure(work, history):
-    """All cases; `history` tokens are the longest."""
+    """Measure all cases; `history` is the largest number of tokens."""
     scheduler = {"max_running": 16, "step_tokens": 4096, "mixed_step_tokens": 8192}
     async with (
         work.kvd(2 * history + 4096) as kvd,
@@ -129,12 +129,12 @@ async def measure(work, history):
             return (await session.turn(source, NEW_TOKENS, 1)).ttft_s
 
         for batch in (1, 16):
-            await shown(f"a step of {batch}", partial(step_s, batch), engine)
-        await shown("a prompt of 4096", prompt_s, engine)
+            await show(f"a step of {batch}", partial(step_s, batch), engine)
+        await show("a prompt of 4096", prompt_s, engine)
         await session.grow(history)
         for source in ("resident", "kvd"):
             what = f"{NEW_TOKENS} new over {history}, {source}"
-            await shown(what, partial(ttft_s, source), engine)
+            await show(what, partial(ttft_s, source), engine)
 
 
 def main():

@@ -18,7 +18,7 @@ from tests.inference_processes import InferenceProcess, pause, wait_kvd_state
 from tests.processes import KvdProcess
 
 MODEL = "tiny"
-CLIENTS = {  # name -> its token
+CLIENTS = {  # tenant name -> its token
     "acme": "token-of-acme-0123456789abcdef",
     "globex": "token-of-globex-0123456789abcdef",
     "gateway": "token-of-gateway-0123456789abcdef",
@@ -61,12 +61,15 @@ max_requests = 32
 
 
 class ApiService:
-    """The pair; `start` again after a `stop` finds what it had.
+    """Run a kvd and a service; `start` after a `stop` finds the previous state.
 
     Args:
-        kvd_options: how large kvd is, and what else it is to be.
-        keep: how its DRAM outlives it.
-        more: settings beside those of all tests.
+
+    kvd_options: the size of kvd, and other options.
+
+    keep: how kvd's DRAM survives a restart.
+
+    more: settings beside those of all tests.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class ApiService:
         await self.until_attached()
 
     async def until_attached(self) -> None:
-        """Return when the service has found kvd."""
+        """Return when the service has attached to kvd."""
         async with self.service.client() as client:
             await wait_kvd_state(client, "attached")
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the API is served: the port was chosen."""
+        """Return the address of the API; the port is chosen by the system."""
         lines = self.service.log_path.read_text().splitlines()
         ready = [json.loads(line) for line in lines if '"openai_ready"' in line]
         host, _, port = ready[-1]["listen"][0].rpartition(":")
@@ -107,7 +110,7 @@ class ApiService:
         return f"http://{host}:{port}/v1"
 
     def client(self, name="acme", **options) -> AsyncOpenAI:
-        """The official client; it does not try again, unless it is set to."""
+        """Return the official client, without retries unless set."""
         options = {"max_retries": 0, **options}
         return AsyncOpenAI(api_key=CLIENTS.get(name, name), base_url=self.url, **options)
 
@@ -115,7 +118,7 @@ class ApiService:
         return OpenAI(api_key=CLIENTS[name], base_url=self.url, max_retries=0)
 
     async def num_turns(self, session_id, tenant="acme") -> int:
-        """Complete turns of a session, -1 if it is not there; as gRPC says it."""
+        """Return the number of complete turns of a session by gRPC, -1 if it does not exist."""
         async with self.service.client() as client:
             try:
                 return (await client.get_session(session_id, tenant=tenant)).turns
@@ -136,6 +139,7 @@ class ApiService:
                     await pause()
 
     async def counter(self, name) -> int:
+        """Return the value of a counter of the service."""
         async with self.service.client() as client:
             return (await client.get_model()).counters[name]
 
@@ -151,7 +155,7 @@ def _client(name: str) -> str:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def api(tiny_model, tmp_path_factory):
-    """The pair of all tests here."""
+    """Run the pair that all tests of this folder share."""
     service = ApiService(tiny_model, tmp_path_factory.mktemp("api"))
     await service.kvd.start()
     try:
@@ -164,7 +168,7 @@ async def api(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def opening():
-    """Messages that begin a conversation nobody had: long enough for blocks to be kept of it."""
+    """Return the first messages of a new conversation, long enough for whole blocks."""
     name = uuid.uuid4().hex
     return [
         {"role": "system", "content": f"This is {name}. " + "Keys and values are kept. " * 40},
@@ -173,12 +177,12 @@ def opening():
 
 
 def name_of(messages):
-    """A name that no other test has, of a conversation that begins with these."""
+    """Return a session name that no other test uses, derived from the messages."""
     return messages[0]["content"][8:40]
 
 
-def said(messages, answer, question="And then?"):
-    """The conversation with an answer and the next question."""
+def next_messages(messages, answer, question="And then?"):
+    """Return the conversation with an answer and the next question appended."""
     return [
         *messages,
         {"role": "assistant", "content": answer},

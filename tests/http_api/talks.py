@@ -1,4 +1,4 @@
-"""Conversations, as clients have them: what the tests of /v1/conversations do again and again."""
+"""Helpers for the tests of /v1/conversations."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ LENGTH = 8
 
 
 async def ask(client, conversation, given, **options):
-    """A greedy response of its full length, in a conversation."""
+    """Request a greedy response of its full length in a conversation."""
     extra = {"ignore_eos": "tool_choice" not in options, **options.pop("extra_body", {})}
     options = {"max_output_tokens": LENGTH, **options, "extra_body": extra}
     return await client.responses.create(
@@ -20,8 +20,8 @@ async def ask(client, conversation, given, **options):
     )
 
 
-async def listed(client, conversation, **options):
-    """All items, the oldest first."""
+async def list_items(client, conversation, **options):
+    """Return all items, oldest first."""
     found = client.conversations.items.list(conversation.id, order="asc", **options)
     return [item.to_dict() async for item in found]
 
@@ -39,14 +39,14 @@ def question(text):
 
 
 async def refusal(awaited):
-    """The error that a request ends in."""
+    """Return the error that a request ends with."""
     with pytest.raises(openai.APIStatusError) as refused:
         await awaited
     return refused.value
 
 
 async def until_gone(api, session_id):
-    """Wait for what is tidied up beside everything else."""
+    """Return when the background clean-up has removed the session."""
     async with asyncio.timeout(60):
         while await api.num_turns(session_id) != -1:
             await pause()

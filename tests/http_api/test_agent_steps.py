@@ -3,17 +3,17 @@
 import pytest
 
 from tests.http_api.conftest import MODEL
-from tests.http_api.test_tools import ADD, answered
+from tests.http_api.test_tools import ADD, return_results
 from tests.oracle import Oracle
 
 STEPS = 40
-ANSWER = 4  # tokens of what is no call
+ANSWER = 4  # tokens of an answer without a call
 TOOLS = [{"type": "function", "function": ADD}]
 FORKED, EDITED, COMPACTED = 10, 20, 30  # steps
 
 
 class Agent:
-    """Its conversation, and what it has cost."""
+    """A scripted agent: its conversation, and what it has cost."""
 
     def __init__(self, client, name):
         self._client = client
@@ -21,12 +21,12 @@ class Agent:
             {"role": "system", "content": f"This is {name}. " + "You count. " * 30},
             {"role": "user", "content": "Count."},
         ]
-        self.sessions = {}  # id -> indexes of its turns that were no calls
+        self.sessions = {}  # id -> indexes of its turns that were not calls
         self.prompt_tokens = self.cached_tokens = 0
         self.misses = []
 
     async def step(self, number):
-        """Ask once; every third answer has to be a call, whose result follows."""
+        """Send one request; every third answer must be a call, whose result is appended."""
         calls = number % 3 == 2
         options = {"max_tokens": 40, "tool_choice": "required"}
         if not calls:
@@ -45,7 +45,7 @@ class Agent:
         turns = self.sessions.setdefault(answer.model_extra["session_id"], [])
         turns.append(not calls)
         if calls:
-            self.messages = answered(self.messages, message, "It is 7.")
+            self.messages = return_results(self.messages, message, "It is 7.")
         else:
             said = {"role": "assistant", "content": message.content}
             self.messages = [*self.messages, said, {"role": "user", "content": f"On, {number}."}]
@@ -56,12 +56,13 @@ def oracle(tiny_model):
     return Oracle(tiny_model)
 
 
-async def test_an_agent_reads_back_what_it_had(api, oracle, opening):
-    """More than 95 % of what it sends, and each answer is that of computing everything."""
+async def test_an_agents_history_is_read_from_the_cache(api, oracle, opening):
+    """More than 95 % of the sent tokens are cached, and answers equal recomputation."""
     async with api.client() as client:
         agent = Agent(client, opening[0]["content"][8:40])
         for number in range(STEPS):
-            if number == FORKED:  # a sub-agent goes back, and asks something else
+            # the conversation returns from a sub-agent, and another question is asked
+            if number == FORKED:
                 main, agent.messages = agent.messages, agent.messages[: len(agent.messages) // 2]
                 while agent.messages[-1]["role"] != "user":
                     agent.messages.pop()
@@ -70,7 +71,7 @@ async def test_an_agent_reads_back_what_it_had(api, oracle, opening):
             if number == EDITED:  # an old result is cleared
                 place = max(i for i, one in enumerate(agent.messages) if one["role"] == "tool")
                 agent.messages[place] = {**agent.messages[place], "content": "(cleared)"}
-            if number == COMPACTED:  # a summary takes the place of the first half
+            if number == COMPACTED:  # a summary replaces the first half
                 kept = len(agent.messages) - 12
                 while agent.messages[kept]["role"] != "user":
                     kept += 1
@@ -83,7 +84,8 @@ async def test_an_agent_reads_back_what_it_had(api, oracle, opening):
         for session_id, is_plain in agent.sessions.items():
             found = await service.get_session(session_id, with_turns=True, tenant="acme")
             records = found.turn_records
-            judged = [False] * (len(records) - len(is_plain)) + is_plain  # a fork begins with more
+            # a fork begins with more tokens
+            judged = [False] * (len(records) - len(is_plain)) + is_plain
             turns = [
                 (one.input_ids, one.output_ids)
                 if plain

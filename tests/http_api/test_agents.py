@@ -1,19 +1,19 @@
-"""Requests as agents send them: names in headers, and conversations that end."""
+"""Requests as agents send them: session names in headers, and conversations that end."""
 
-from tests.http_api.conftest import MODEL, name_of, said
+from tests.http_api.conftest import MODEL, name_of, next_messages
 
 NAMES = {"X-Session-Id": "ses_1", "X-Parent-Session-Id": "ses_0"}
 
 
-async def test_one_name_for_several_conversations(api, opening):
-    """As agents send it with a title, too: what is said decides."""
+async def test_conversations_that_share_a_name_have_separate_sessions(api, opening):
+    """An agent sends one name for its title request, too: the history decides the session."""
     options = {"model": MODEL, "max_tokens": 8, "extra_headers": NAMES}
     async with api.client() as client:
         create = client.chat.completions.create
         title = await create(messages=[{"role": "user", "content": "A title."}], **options)
         first = await create(messages=opening, **options)
         assert first.model_extra["session_id"] != title.model_extra["session_id"]
-        more = said(opening, first.choices[0].message.content)
+        more = next_messages(opening, first.choices[0].message.content)
         second = await create(messages=more, **options)
         assert second.model_extra["session_id"] == first.model_extra["session_id"]
     logged = api.service.log_path.read_text().splitlines()
@@ -24,15 +24,15 @@ async def test_one_name_for_several_conversations(api, opening):
     assert all('"parent": "ses_0"' in line for line in lines)
 
 
-async def test_a_conversation_that_ends(api, opening):
-    """The turn is answered where it belongs; then the session is gone, and nothing of another."""
+async def test_an_agents_end_of_conversation_deletes_its_session(api, opening):
+    """The turn is answered in its own session, which is then deleted, and no other one."""
     options = {"model": MODEL, "max_tokens": 8}
     async with api.client() as client:
         create = client.chat.completions.create
         first = await create(messages=opening, **options)
         other = await create(messages=opening, **options)
         session_id = other.model_extra["session_id"]
-        more = said(opening, other.choices[0].message.content)
+        more = next_messages(opening, other.choices[0].message.content)
         final = {"X-Dynamo-Session-Final": "true"}
         last = await create(messages=more, extra_headers=final, **options)
         assert last.model_extra["session_id"] == session_id
@@ -41,8 +41,8 @@ async def test_a_conversation_that_ends(api, opening):
         assert await api.num_turns(first.model_extra["session_id"]) == 1
 
 
-async def test_a_key_names_the_session_of_who_is_trusted(api, opening):
-    """Only what is new is sent; of anybody else the same key is a hint."""
+async def test_a_cache_key_names_a_session_only_for_trusted_clients(api, opening):
+    """For a trusted client only new messages are sent; for others the key is only a hint."""
     key = name_of(opening)
     options = {"model": MODEL, "max_tokens": 8, "prompt_cache_key": key}
     async with api.client("keyed") as client:

@@ -1,4 +1,4 @@
-"""Whatever clients do with a conversation, its items are those that were added and not deleted."""
+"""Property: a conversation has exactly the items that were added and not deleted."""
 
 import contextlib
 from random import Random
@@ -18,7 +18,7 @@ REFUSED = (openai.BadRequestError, openai.NotFoundError)
 
 
 class Client:
-    """One conversation, and what its items are to be."""
+    """One conversation, and the items that it must have."""
 
     def __init__(self, client, conversation_id, random):
         self._client = client
@@ -44,7 +44,7 @@ class Client:
         self.ids.remove(item_id)
 
     async def ask(self):
-        """A template may not take what is left in that order: then nothing is added."""
+        """Ask; if a template refuses the order of what is left, nothing is added."""
         answer = await self._client.responses.create(
             model=MODEL,
             input=self._random.choice(["Hi", [], self.items()]),
@@ -72,8 +72,8 @@ class Client:
     ("seed", "num_steps"),
     [(0, 30), *(pytest.param(seed, 60, marks=pytest.mark.long) for seed in range(3))],
 )
-async def test_whatever_is_done(api, seed, num_steps):
-    """And nothing ends in an error of the service; a refusal changes nothing."""
+async def test_items_are_those_added_and_not_deleted(api, seed, num_steps):
+    """No request ends in an internal error, and a refused request changes nothing."""
     random = Random(seed)  # noqa: S311  # the same each time
     async with api.client() as client:
         made = await client.conversations.create()

@@ -1,4 +1,4 @@
-"""Responses in the background, by the official client: polled, followed, and cancelled."""
+"""Responses in the background, by the official client: polled, followed and cancelled."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.http_api.conftest import MODEL
 
-LONG = 2000  # tokens: long enough that nobody waits for it here
+LONG = 2000  # tokens: long enough that no test waits for its end
 
 
 async def until_over(client, response):
@@ -31,7 +31,7 @@ def long(opening):
 
 
 async def test_a_response_is_polled(api, opening):
-    """It is there at once, and completes while nobody waits; the next one goes on from it."""
+    """The response exists at once and completes without a client; the next one follows it."""
     client = api.client()
     options = {"model": MODEL, "input": opening, "max_output_tokens": 8}
     begun = await client.responses.create(background=True, metadata={"a": "b"}, **options)
@@ -53,7 +53,7 @@ async def test_a_response_is_polled(api, opening):
 
 
 async def test_a_response_is_cancelled(api, opening):
-    """Twice is once; until then nobody goes on from it, and afterwards nothing is left of it."""
+    """Cancelling twice equals once; until then it cannot be followed, then nothing is left."""
     client = api.client()
     begun = await client.responses.create(**long(opening))
     with pytest.raises(openai.ConflictError) as refused:
@@ -71,8 +71,8 @@ async def test_a_response_is_cancelled(api, opening):
         await client.responses.cancel(begun.id)
 
 
-async def test_one_that_runs_is_deleted(api, opening):
-    """It is cancelled for that."""
+async def test_deleting_a_running_response_cancels_it(api, opening):
+    """Deleting a running response cancels it."""
     client = api.client()
     begun = await client.responses.create(**long(opening))
     await client.responses.delete(begun.id)
@@ -80,8 +80,8 @@ async def test_one_that_runs_is_deleted(api, opening):
         await client.responses.retrieve(begun.id)
 
 
-async def test_a_response_is_followed_and_followed_again(api, opening):
-    """From any of its events on, while it runs and when it has ended, by the same numbers."""
+async def test_a_stream_resumes_after_any_event(api, opening):
+    """A stream resumes after any event number, during the response and after its end."""
     client = api.client()
     options = {"model": MODEL, "input": opening, "max_output_tokens": 12, "background": True}
     events = [event async for event in await client.responses.create(stream=True, **options)]
@@ -103,7 +103,7 @@ async def test_a_response_is_followed_and_followed_again(api, opening):
             await client.responses.cancel(begun.id)
     assert [event.sequence_number for event in followed] == list(range(len(followed)))
     assert (followed[-1].type, followed[-1].response.status) == ("response.failed", "cancelled")
-    for after in (0, len(followed) - 2):  # what was written is not kept: its end comes behind that
+    for after in (0, len(followed) - 2):  # written text is not kept: the final event follows
         stream = await client.responses.retrieve(begun.id, stream=True, starting_after=after)
         again = [event async for event in stream]
         assert again[0].sequence_number == after + 1
@@ -112,7 +112,7 @@ async def test_a_response_is_followed_and_followed_again(api, opening):
 
 
 async def test_a_stored_response_is_streamed(api, opening):
-    """Also one that was not in the background, but then only from the beginning."""
+    """A stored response that was not in the background can be streamed from its start only."""
     client = api.client()
     made = await client.responses.create(model=MODEL, input=opening, max_output_tokens=6)
     events = [event async for event in await client.responses.retrieve(made.id, stream=True)]
@@ -134,14 +134,14 @@ async def test_a_stored_response_is_streamed(api, opening):
         {"max_output_tokens": 8, "text": {"format": {"type": "json_schema", "name": "n"}}},
     ],
 )
-async def test_what_cannot_be_in_the_background(api, opening, fields):
-    """Is refused at once, with a status."""
+async def test_requests_that_cannot_run_in_the_background_are_refused(api, opening, fields):
+    """Such a request is refused at once, with a status."""
     with pytest.raises(openai.BadRequestError):
         await api.client().responses.create(model=MODEL, input=opening, background=True, **fields)
 
 
 async def test_what_the_engine_refuses_is_refused_at_once(api):
-    """Limits of the tenant; what fails later has failed."""
+    """Tenant limits are refused at once; later failures mark the response as failed."""
     client = api.client("slow")
     options = {"model": MODEL, "input": "Hi", "max_output_tokens": 2, "background": True}
     for _ in range(2):
@@ -158,8 +158,8 @@ async def test_what_the_engine_refuses_is_refused_at_once(api):
     assert (failed.status, failed.error.code) == ("failed", "invalid_grammar")
 
 
-async def test_a_conversation_in_the_background(api, opening):
-    """It is held until the response is over."""
+async def test_a_background_response_locks_its_conversation(api, opening):
+    """A conversation is locked until its background response has ended."""
     client = api.client()
     conversation = await client.conversations.create()
     begun = await client.responses.create(conversation=conversation.id, **long(opening))

@@ -1,22 +1,22 @@
-"""Responses in the background while processes die: what polling says is true, and all goes on."""
+"""Background responses while processes are killed: polled states stay correct."""
 
 import openai
 import pytest
 
 from inference_svc.http_api.sessions.background import response_stopped
 from tests.http_api.conftest import MODEL
-from tests.http_api.talks import listed
+from tests.http_api.talks import list_items
 from tests.http_api.test_background import until_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG = 250  # tokens: they fit the window, and take much longer than a kill
+LONG = 250  # tokens: fits the window, and takes much longer than a kill
 SEEN = 6  # events that a follower has read before the kill
 
 
 @pytest.fixture
 def long(opening):
-    """A response that is under way for long."""
+    """Return a request for a response that runs for a long time."""
     return {
         "model": MODEL,
         "input": opening,
@@ -25,8 +25,8 @@ def long(opening):
     }
 
 
-async def begun_and_followed(client, **options):
-    """A response in the background that is being written, and the number of its last event."""
+async def begin_and_follow(client, **options):
+    """Start a background response; return it and the number of its last event."""
     number = -1
     begun = await client.responses.create(background=True, **options)
     async with await client.responses.retrieve(begun.id, stream=True) as stream:
@@ -38,21 +38,21 @@ async def begun_and_followed(client, **options):
 
 
 async def test_the_service_is_killed(api, long, opening):
-    """The response has failed, its follower is told so, and its conversation is as before."""
+    """The response has failed, its follower gets an error, and the conversation is unchanged."""
     short = {"model": MODEL, "max_output_tokens": 8}
     async with api.client() as client:
         talk = await client.conversations.create()
         first = await client.responses.create(input=opening, conversation=talk.id, **short)
         await api.until_saved(first)
-        before = await listed(client, talk)
-        begun, number = await begun_and_followed(
+        before = await list_items(client, talk)
+        begun, number = await begin_and_follow(
             client, conversation=talk.id, **{**long, "input": "Go on."}
         )
         assert (await client.responses.retrieve(begun.id)).status == "in_progress"
         await api.service.kill()
     await api.start()
     async with api.client() as client:
-        for _ in range(2):  # whoever asks, and however often
+        for _ in range(2):  # for each request, however often
             found = await client.responses.retrieve(begun.id)
             assert (found.status, found.output, found.background) == ("failed", [], True)
             assert found.error.message == str(response_stopped())
@@ -62,20 +62,20 @@ async def test_the_service_is_killed(api, long, opening):
         assert end.response.error == found.error
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(input="?", previous_response_id=begun.id, **short)
-        assert await listed(client, talk) == before
+        assert await list_items(client, talk) == before
         again = await client.responses.create(input="Go on.", conversation=talk.id, **short)
         assert again.usage.input_tokens_details.cached_tokens > 0
-        assert len(await listed(client, talk)) == len(before) + 2
+        assert len(await list_items(client, talk)) == len(before) + 2
         await client.responses.delete(begun.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(begun.id)
 
 
 async def test_kvd_is_killed(api, long):
-    """The response is completed as without, and what follows it goes on, with kvd and without."""
+    """The response completes as without a kill, and can be followed with and without kvd."""
     async with api.client() as client:
         whole = await client.responses.create(**long)
-        begun, _ = await begun_and_followed(client, **long)
+        begun, _ = await begin_and_follow(client, **long)
         assert (await client.responses.retrieve(begun.id)).status == "in_progress"
         await api.kvd.kill()
         try:
@@ -84,7 +84,7 @@ async def test_kvd_is_killed(api, long):
             assert ended.output_text == whole.output_text
             more = {"model": MODEL, "input": "More?", "max_output_tokens": 8}
             alone = await client.responses.create(previous_response_id=ended.id, **more)
-        finally:  # other tests have the same one
+        finally:  # other tests use the same one
             await api.kvd.start()
         await api.until_attached()
         back = await client.responses.create(previous_response_id=alone.id, **more)

@@ -1,4 +1,4 @@
-"""Answers that clients have begun, by the official clients and the real pair."""
+"""Answers that the client has begun (prefill), by the official clients and the real pair."""
 
 import asyncio
 
@@ -23,16 +23,16 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-async def begun(client, messages, beginning=BEGUN, **options):
-    """An answer that goes on from its beginning."""
+async def continue_answer(client, messages, beginning=BEGUN, **options):
+    """Request an answer that continues a given beginning."""
     extra_body = {**GOES_ON, **options.pop("extra_body", {})}
     return await ask(client, [*messages, assistant(beginning)], extra_body=extra_body, **options)
 
 
 async def test_the_next_request_finds_the_whole_answer(api, opening):
-    """The answer is what follows its beginning; together they are the history, to all clients."""
+    """The answer is what follows its beginning; both together are the history for all clients."""
     async with api.client() as client, client_of(api) as other:
-        first = await begun(client, opening)
+        first = await continue_answer(client, opening)
         assert not text_of(first).startswith(BEGUN)
         whole = assistant(BEGUN + text_of(first))
         asked = {"role": "user", "content": "And then?"}
@@ -46,14 +46,14 @@ async def test_the_next_request_finds_the_whole_answer(api, opening):
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached >= first.usage.prompt_tokens // 2
     assert second.usage.prompt_tokens < first.usage.total_tokens + 40
-    assert said_by(third) == text_of(second)  # in a fork, of the same history
+    assert said_by(third) == text_of(second)  # in a fork with the same history
 
 
-async def test_it_goes_on_from_the_very_tokens(api, opening):
-    """Greedy, whole and streamed: as raw tokens that end with its beginning are continued."""
+async def test_an_answer_continues_its_exact_tokens(api, opening):
+    """Greedy, whole and streamed: the answer equals continuing the raw tokens."""
     async with api.client() as client:
-        answer = await begun(client, opening)
-        chunks = [chunk async for chunk in await begun(client, opening, stream=True)]
+        answer = await continue_answer(client, opening)
+        chunks = [chunk async for chunk in await continue_answer(client, opening, stream=True)]
         url = api.url.removesuffix("/v1") + "/tokenize"
         body = {"messages": [*opening, assistant(BEGUN)], **GOES_ON}
         prompt = (await client.post(url, body=body, cast_to=object))["tokens"]
@@ -65,10 +65,11 @@ async def test_it_goes_on_from_the_very_tokens(api, opening):
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == text_of(answer)
 
 
-async def test_several_answers_begin_alike(api, opening):
-    """The conversation goes on from whichever the client likes."""
+async def test_several_answers_have_one_beginning(api, opening):
+    """With several answers the client may continue with any of them."""
     async with api.client() as client:
-        answer = await begun(client, opening, n=2, temperature=1, seed=7)
+        answer = await continue_answer(client, opening, n=2, temperature=1, seed=7)
+        assert len(answer.choices) == 2
         for choice in answer.choices:
             whole = assistant(BEGUN + choice.message.content)
             following = [*opening, whole, {"role": "user", "content": "And then?"}]
@@ -76,29 +77,29 @@ async def test_several_answers_begin_alike(api, opening):
             assert second.model_extra["session_id"] == choice.model_extra["session_id"]
 
 
-async def test_a_format_is_of_what_follows(api, opening):
-    """A forced call cannot follow."""
+async def test_a_format_applies_to_the_continuation(api, opening):
+    """The format applies to the continuation only, and a forced call cannot follow."""
     wanted = {"structured_outputs": {"choice": ["red", "blue"]}, "ignore_eos": False}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     async with api.client() as client:
-        answer = await begun(client, opening, extra_body=wanted)
+        answer = await continue_answer(client, opening, extra_body=wanted)
         assert text_of(answer) in {"red", "blue"}
         with pytest.raises(
             openai.BadRequestError, match="that continues a message cannot be a tool call"
         ) as refused:
-            await begun(client, opening, tools=[tool], tool_choice="required")
+            await continue_answer(client, opening, tools=[tool], tool_choice="required")
         assert refused.value.param == "tool_choice"
-        offered = await begun(client, opening, tools=[tool])
+        offered = await continue_answer(client, opening, tools=[tool])
         assert text_of(offered)
 
 
-async def test_an_answer_that_was_cut_goes_on_where_its_history_does(api, opening):
-    """In a fork of the session before it: what was cut stays as it was."""
+async def test_a_cut_answer_is_continued_in_a_fork(api, opening):
+    """The continuation is in a fork; the cut session stays as it was."""
     async with api.client() as client:
         first = await ask(client, opening)
         longer = [*opening, assistant(text_of(first)), {"role": "user", "content": "More?"}]
         cut = await ask(client, longer)
-        rest = await begun(client, longer, text_of(cut))
+        rest = await continue_answer(client, longer, text_of(cut))
         whole = assistant(text_of(cut) + text_of(rest))
         final = await ask(client, [*longer, whole, {"role": "user", "content": "Thanks."}])
     session_id = rest.model_extra["session_id"]
@@ -108,11 +109,11 @@ async def test_an_answer_that_was_cut_goes_on_where_its_history_does(api, openin
     assert await api.num_turns(cut.model_extra["session_id"]) == 2
 
 
-async def test_without_the_flag_an_answer_at_the_end_is_a_message(api, opening):
-    """As it ever was: another answer follows it."""
+async def test_without_the_flag_a_final_answer_is_a_complete_message(api, opening):
+    """Without the flag the final assistant message is complete: another answer follows it."""
     async with api.client() as client:
         answer = await ask(client, [*opening, assistant(BEGUN)])
-        more = await begun(client, opening)
+        more = await continue_answer(client, opening)
         assert answer.usage.prompt_tokens > more.usage.prompt_tokens
         for messages, said in (
             (opening, "the last message has role 'user'"),
@@ -128,8 +129,8 @@ async def test_without_the_flag_an_answer_at_the_end_is_a_message(api, opening):
             await ask(client, opening, extra_body={"add_generation_prompt": False})
 
 
-async def test_anthropics_clients_begin_answers_by_ending_with_them(api, opening):
-    """Whole and streamed, and counted as they are read."""
+async def test_anthropic_requests_ending_with_an_answer_continue_it(api, opening):
+    """Whole and streamed; token counts match what is read."""
     prompt = prompt_of(opening)
     begins = {**prompt, "messages": [*prompt["messages"], assistant(BEGUN)]}
     async with client_of(api) as client:
@@ -151,14 +152,16 @@ async def test_anthropics_clients_begin_answers_by_ending_with_them(api, opening
     assert going_on(prompt, first)["messages"][-1] == whole["messages"][-1]
 
 
-async def test_grpc_has_beginnings_too(api, opening):
-    """The same words, the same answer; its session closes the whole answer."""
+async def test_grpc_continues_begun_answers(api, opening):
+    """gRPC gives the same answer for the same beginning, and stores the whole answer."""
     messages = [pb.ChatMessage(**one) for one in opening]
     sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
     options = {"tenant": "globex", "sampling": sampling}
     async with api.service.client() as grpc_client, api.client() as client:
         request = turn_request(messages, chat=pb.ChatMessages(beginning=BEGUN), **options)
-        turn, answer = await asyncio.gather(grpc_client.submit(request), begun(client, opening))
+        turn, answer = await asyncio.gather(
+            grpc_client.submit(request), continue_answer(client, opening)
+        )
         assert turn.text == text_of(answer)
         session_id = turn.accepted.session_id
         asked = [pb.ChatMessage(role="user", content="And then?")]

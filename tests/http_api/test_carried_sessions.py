@@ -1,8 +1,8 @@
-"""A session that its client has named goes on wherever its transcript is, in all APIs.
+"""A named session continues on any server that has its transcript, in all APIs.
 
-Two services of one model, without kvd, each with a memory of its own: one answers, and what it has
-recorded is carried to the other one, which has never heard of the conversation. Clients send all of
-it, as they do.
+Two services of one model, without kvd, each with its own memory: one answers, and its transcripts
+are copied to the other, which does not know the conversation. Clients send the whole conversation
+each time.
 """
 
 import shutil
@@ -27,7 +27,7 @@ REFUSED = (openai.ConflictError, anthropic.ConflictError)
 
 
 class Server:
-    """One service, with the clients that come to it."""
+    """One service and its clients."""
 
     def __init__(self, model, directory):
         directory.mkdir()
@@ -48,18 +48,18 @@ class Server:
             return (await client.get_session(session_id)).turns
 
     def transcripts(self):
-        """What it has recorded: a turn is on disk before its answer ends."""
+        """Return its transcripts: a turn is on disk before its answer ends."""
         return {path.name: path.read_bytes() for path in self._sessions.glob("*.jsonl")}
 
     def take(self, transcripts):
-        """Have these, before it starts."""
+        """Copy these transcripts before the service starts."""
         self._sessions.mkdir(mode=0o700, parents=True)
         for name, data in transcripts.items():
             (self._sessions / name).write_bytes(data)
 
 
 class Chat:
-    """A chat, as OpenAI's client has it; it sends thoughts back."""
+    """A chat by OpenAI's client; it sends thoughts back."""
 
     name = "chat"
 
@@ -69,14 +69,14 @@ class Chat:
         self._tools = [{"type": "function", "function": function} for function in functions]
 
     async def ask(self, server):
-        """Ask on; returns the answer."""
+        """Ask the next question and return the answer."""
         options = {**OPTIONS, "max_tokens": LENGTH, "extra_body": {"session_id": self.name}}
         more = {"tools": self._tools} if self._tools else {}
         async with server.openai() as client:
             return await client.chat.completions.create(messages=self.said, **options, **more)
 
     def hear(self, answer):
-        """Go on behind an answer."""
+        """Append an answer to the conversation."""
         message = answer.choices[0].message
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "a word"}
@@ -85,7 +85,7 @@ class Chat:
         self.said = [*self.said, message.to_dict(), *results, MORE]
 
     def heard(self, answer):
-        """What an answer says, and what it has read."""
+        """Return the text of an answer, and its number of cached tokens."""
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
 
@@ -101,7 +101,7 @@ class ForgetfulChat(Chat):
 
 
 class Responses:
-    """Responses that are asked for with the whole input."""
+    """Responses whose requests have the whole input."""
 
     name = "responses"
 
@@ -128,7 +128,7 @@ class Responses:
 
 
 class Messages:
-    """Messages, as Anthropic's client has them; it sends thoughts back."""
+    """Messages by Anthropic's client; it sends thoughts back."""
 
     name = "messages"
 
@@ -159,7 +159,7 @@ class Messages:
 
 
 def thinking_model(directory):
-    """A model that thinks, and calls a tool, whatever it is asked."""
+    """Build a model that always thinks, then calls a tool."""
     family = FAMILIES["qwen3"]
     tokenizer = tokenizer_of(family)
     script = {last_of_prompt(tokenizer): [*ANSWERS["qwen3"][:4], *CALL]}
@@ -167,9 +167,9 @@ def thinking_model(directory):
 
 
 async def check_carried(model, directory, talks):
-    """What was begun here goes on there, as it would have here, and after that goes on once more.
+    """Check that a conversation continues on the other server as on the first.
 
-    Not so what was said otherwise.
+    It then continues once more, and a different history does not.
     """
     here, there = (Server(model, directory / name) for name in ("here", "there"))
     async with here.process:
@@ -197,13 +197,13 @@ async def check_carried(model, directory, talks):
 
 
 async def test_a_conversation_is_carried(tiny_model, short_dir):
-    """Texts, each of which depends on all that was said before."""
+    """Each text depends on all the texts before it."""
     model = shutil.copytree(tiny_model, short_dir / "model")
     await check_carried(model, short_dir, [Chat(), Responses(), Messages()])
 
 
 async def test_thoughts_and_calls_are_carried(short_dir):
-    """Whether clients send thoughts back or not; calls come back with what the tool returned."""
+    """Clients may send thoughts back or not; calls come with their tool's result."""
     kinds = (Chat, ForgetfulChat, Responses, Messages)
     talks = [kind([TOOL]) for kind in kinds]
     await check_carried(thinking_model(short_dir), short_dir, talks)

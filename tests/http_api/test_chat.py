@@ -10,7 +10,7 @@ import pytest
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import NotFoundError
-from tests.http_api.conftest import MODEL, name_of, said
+from tests.http_api.conftest import MODEL, name_of, next_messages
 from tests.inference_processes import pause
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -21,7 +21,7 @@ MAX_ADMITTED = 12  # with those that are loaded ahead of it
 
 
 async def ask(client, messages, **options):
-    """A greedy answer of its full length."""
+    """Request a greedy answer of its full length."""
     extra_body = {"ignore_eos": True, **options.pop("extra_body", {})}
     return await client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=LENGTH, extra_body=extra_body, **options
@@ -33,7 +33,7 @@ def text_of(answer):
 
 
 async def test_models(api):
-    """The model and its aliases are listed, and each can be asked for."""
+    """The model and its aliases are listed, and each can be requested."""
     async with api.client() as client:
         assert [model.id async for model in client.models.list()] == [MODEL, "gpt-4o"]
         assert (await client.models.retrieve("gpt-4o")).owned_by == "cachedattention"
@@ -43,7 +43,7 @@ async def test_models(api):
 
 
 async def test_a_blocking_client(api, opening):
-    """The synchronous client gets an answer, whole or as a stream."""
+    """The synchronous client gets an answer, whole or streamed."""
 
     def talk():
         with api.blocking_client() as client:
@@ -58,8 +58,8 @@ async def test_a_blocking_client(api, opening):
     assert text == text_of(whole)
 
 
-async def test_the_answer_is_the_one_of_grpc(api, opening):
-    """Greedy, the same messages have the same answer."""
+async def test_the_answer_equals_that_of_grpc(api, opening):
+    """The same messages get the same greedy answer as by gRPC."""
     messages = [pb.ChatMessage(**message) for message in opening]
     sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
     async with api.service.client() as grpc_client:
@@ -71,8 +71,8 @@ async def test_the_answer_is_the_one_of_grpc(api, opening):
     assert answer.usage.prompt_tokens == turn.usage.new_tokens
 
 
-async def test_a_stream_says_what_the_whole_says(api, opening):
-    """Text, reason, usage and session; the usage only if it is asked for."""
+async def test_a_stream_equals_the_whole_answer(api, opening):
+    """Text, finish reason, usage and session are equal; usage comes only on request."""
     async with api.client() as client:
         whole = await ask(client, opening, store=False)
         options = {"include_usage": True}
@@ -87,11 +87,11 @@ async def test_a_stream_says_what_the_whole_says(api, opening):
     assert all(chunk.choices for chunk in plain)
 
 
-async def test_a_conversation_goes_on_in_its_session(api, opening):
-    """Clients that send the whole history have it found: only the last message is new."""
+async def test_a_whole_history_continues_its_session(api, opening):
+    """A client that sends the whole history is found: only the last message is new."""
     async with api.client() as client:
         first = await ask(client, opening)
-        second = await ask(client, said(opening, f"\n {text_of(first)} "))
+        second = await ask(client, next_messages(opening, f"\n {text_of(first)} "))
     session_id = first.model_extra["session_id"]
     assert second.model_extra["session_id"] == session_id
     assert await api.num_turns(session_id) == 2
@@ -102,14 +102,14 @@ async def test_a_conversation_goes_on_in_its_session(api, opening):
 
 
 async def test_several_answers_to_one_question(api, opening):
-    """Greedy they are equal; the prompt is computed once; any of them can be gone on from."""
+    """Greedy answers are equal; the prompt is computed once, and each can be continued."""
     async with api.client() as client:
         first = await ask(client, opening, n=3)
         seeded = {"n": 3, "temperature": 1, "seed": 7}
         drawn = [await ask(client, opening, **seeded) for _ in range(2)]
         texts = [choice.message.content for choice in first.choices]
         sessions = [choice.model_extra["session_id"] for choice in first.choices]
-        second = await ask(client, said(opening, texts[1]))
+        second = await ask(client, next_messages(opening, texts[1]))
     assert len(set(texts)) == 1
     assert len(set(sessions)) == 3
     assert second.model_extra["session_id"] in sessions
@@ -121,10 +121,10 @@ async def test_several_answers_to_one_question(api, opening):
 
 
 async def test_several_answers_are_streamed_together(api, opening):
-    """Each under its index, and all of one history in sessions of their own."""
+    """Each has its index, and each has its own session with the same history."""
     async with api.client() as client:
         first = await ask(client, opening)
-        longer = said(opening, text_of(first))
+        longer = next_messages(opening, text_of(first))
         whole = await ask(client, longer, n=2, store=False)
         chunks = [chunk async for chunk in await ask(client, longer, n=2, stream=True)]
     texts = ["", ""]
@@ -138,8 +138,8 @@ async def test_several_answers_are_streamed_together(api, opening):
     assert first.model_extra["session_id"] in sessions[0] ^ sessions[1]
 
 
-async def test_several_answers_cannot_go_on_in_one_session(api, opening):
-    """Nothing is begun."""
+async def test_several_answers_in_a_named_session_are_refused(api, opening):
+    """Such a request is refused and nothing starts."""
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError, match="leave the session out"):
             await ask(client, opening, n=2, extra_body={"session_id": "s"})
@@ -147,7 +147,7 @@ async def test_several_answers_cannot_go_on_in_one_session(api, opening):
 
 
 async def test_several_answers_are_refused_as_one(api):
-    """If there is no room for all of them nobody gets one, and nothing is left."""
+    """Without room for all of them none is started, and nothing is left."""
     before = await api.counter("turns_finished")
     async with api.client("small") as client:  # two turns a minute
         with pytest.raises(openai.RateLimitError):
@@ -158,36 +158,36 @@ async def test_several_answers_are_refused_as_one(api):
 
 
 async def test_an_edited_question_forks(api, opening):
-    """The session stays as it was; the fork has what precedes the edit."""
+    """The session stays as it was; the fork has the part before the edit."""
     async with api.client() as client:
         first = await ask(client, opening)
-        longer = said(opening, text_of(first))
+        longer = next_messages(opening, text_of(first))
         second = await ask(client, longer)
         await api.until_saved(second)
-        other = await ask(client, said(opening, text_of(first), "And before?"))
-        third = await ask(client, said(longer, text_of(second)))
+        other = await ask(client, next_messages(opening, text_of(first), "And before?"))
+        third = await ask(client, next_messages(longer, text_of(second)))
     sessions = [answer.model_extra["session_id"] for answer in (first, second, other, third)]
     assert sessions[0] == sessions[1] == sessions[3] != sessions[2]
     assert [await api.num_turns(sessions[0]), await api.num_turns(sessions[2])] == [3, 2]
     assert other.usage.prompt_tokens_details.cached_tokens > 0
 
 
-async def test_a_history_that_is_not_ours_opens_a_session(api, opening):
-    """An answer that nobody here gave, or another beginning, is read whole."""
+async def test_an_unknown_history_opens_a_session(api, opening):
+    """An unknown answer or another beginning is read whole, in a new session."""
     async with api.client() as client:
         first = await ask(client, opening)
-        foreign = await ask(client, said(opening, "This was never said."))
-        moved = await ask(client, said(opening[1:], text_of(first)))
+        foreign = await ask(client, next_messages(opening, "This was never said."))
+        moved = await ask(client, next_messages(opening[1:], text_of(first)))
     sessions = {answer.model_extra["session_id"] for answer in (first, foreign, moved)}
     assert len(sessions) == 3
     assert [await api.num_turns(session_id) for session_id in sessions] == [1, 1, 1]
 
 
-async def test_requests_with_one_history_do_not_meet(api, opening):
-    """At the same time: one goes on in the session, the others in forks, all are answered."""
+async def test_simultaneous_requests_with_one_history_are_all_answered(api, opening):
+    """One continues the session, the others run in forks, and all are answered."""
     async with api.client() as client:
         first = await ask(client, opening)
-        messages = said(opening, text_of(first))
+        messages = next_messages(opening, text_of(first))
         answers = await asyncio.gather(*(ask(client, messages) for _ in range(6)))
     assert len({text_of(answer) for answer in answers}) == 1
     sessions = [answer.model_extra["session_id"] for answer in answers]
@@ -196,8 +196,8 @@ async def test_requests_with_one_history_do_not_meet(api, opening):
     assert {await api.num_turns(session_id) for session_id in sessions} == {2}
 
 
-async def test_a_session_by_its_id(api, opening):
-    """It takes what is new, or the whole history."""
+async def test_a_session_is_named_by_its_id(api, opening):
+    """The request may have only the new message or the whole history."""
     name = name_of(opening)
     async with api.client() as client:
         first = await ask(client, opening, extra_body={"session_id": name})
@@ -206,7 +206,7 @@ async def test_a_session_by_its_id(api, opening):
         assert await api.num_turns(name) == 2
         assert second.usage.prompt_tokens_details.cached_tokens > 0
         whole = f"{name}-whole"
-        messages = said(opening, text_of(first))
+        messages = next_messages(opening, text_of(first))
         await ask(client, opening, extra_body={"session_id": whole})
         third = await ask(client, messages, extra_body={"session_id": whole})
     assert third.model_extra["session_id"] == whole
@@ -214,13 +214,13 @@ async def test_a_session_by_its_id(api, opening):
     assert text_of(third) == text_of(second)
 
 
-async def test_a_named_session_is_nobody_elses(api, opening):
-    """Who has the same history without the name gets a fork; so does a new name."""
+async def test_a_named_session_is_used_only_by_its_name(api, opening):
+    """The same history without the name gets a fork, and so does a new name."""
     name = name_of(opening)
     async with api.client() as client:
         first = await ask(client, opening, extra_body={"session_id": name})
         await api.until_saved(first)
-        messages = said(opening, text_of(first))
+        messages = next_messages(opening, text_of(first))
         unnamed = await ask(client, messages)
         renamed = await ask(client, messages, extra_body={"session_id": f"{name}-2"})
     assert unnamed.model_extra["session_id"] not in {name, f"{name}-2"}
@@ -229,36 +229,36 @@ async def test_a_named_session_is_nobody_elses(api, opening):
 
 
 async def test_a_named_session_with_another_history_is_refused(api, opening):
-    """Nothing is appended to it."""
+    """Nothing is appended to the session."""
     name = name_of(opening)
     async with api.client() as client:
         await ask(client, opening, extra_body={"session_id": name})
         with pytest.raises(openai.ConflictError) as refused:
-            await ask(client, said(opening, "Not this."), extra_body={"session_id": name})
+            await ask(client, next_messages(opening, "Not this."), extra_body={"session_id": name})
         with pytest.raises(openai.BadRequestError):
             await ask(client, opening, extra_body={"session_id": name}, store=False)
     assert refused.value.code == "history_unknown"
     assert await api.num_turns(name) == 1
 
 
-async def test_a_name_that_is_used_again_has_no_old_history(api, opening):
-    """A session that was deleted and made anew is not forked for who remembers the old one."""
+async def test_a_reused_name_does_not_have_the_old_history(api, opening):
+    """A deleted and recreated session is not forked for a client with the old history."""
     name = name_of(opening)
     async with api.client() as client, api.service.client() as grpc_client:
         first = await ask(client, opening, extra_body={"session_id": name})
         await grpc_client.delete_session(name, tenant="acme")
         await ask(client, [{"role": "user", "content": "New."}], extra_body={"session_id": name})
-        second = await ask(client, said(opening, text_of(first)))
+        second = await ask(client, next_messages(opening, text_of(first)))
     assert await api.num_turns(second.model_extra["session_id"]) == 1
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-async def test_what_is_not_stored_leaves_nothing(api, opening):
-    """It is answered from what is known, and gone with its answer; its history stays."""
+async def test_an_answer_that_is_not_stored_leaves_nothing(api, opening):
+    """The answer uses the cache, its session is deleted afterwards, and its history stays."""
     async with api.client() as client:
         first = await ask(client, opening)
         await api.until_saved(first)
-        second = await ask(client, said(opening, text_of(first)), store=False)
+        second = await ask(client, next_messages(opening, text_of(first)), store=False)
         alone = await ask(client, opening, store=False)
         stream = await ask(client, opening, store=False, stream=True)
         last = [chunk async for chunk in stream][-1]
@@ -269,11 +269,11 @@ async def test_what_is_not_stored_leaves_nothing(api, opening):
 
 
 async def test_a_repeat_gets_the_same_answer(api, opening):
-    """An Idempotency-Key makes one turn of any number of requests, at once or one by one."""
+    """An Idempotency-Key makes any number of requests one turn, simultaneous or in sequence."""
     headers = {"Idempotency-Key": name_of(opening)}
     async with api.client() as client:
         first = await ask(client, opening)
-        messages = said(opening, text_of(first))
+        messages = next_messages(opening, text_of(first))
         answers = await asyncio.gather(
             *(ask(client, messages, extra_headers=headers) for _ in range(3))
         )
@@ -290,7 +290,7 @@ async def test_a_repeat_gets_the_same_answer(api, opening):
 
 
 async def test_sampling_reaches_the_model(api, opening):
-    """A seed draws the same again; stop strings and log-probabilities do as OpenAI's."""
+    """A seed repeats the draw; stop strings and log-probabilities work as in OpenAI's API."""
     async with api.client() as client:
         hot = {"temperature": 1.5, "seed": 5, "top_p": 0.9, "store": False}
         drawn = [text_of(await ask(client, opening, **hot)) for _ in range(2)]
@@ -308,10 +308,10 @@ async def test_sampling_reaches_the_model(api, opening):
 
 
 async def test_a_client_that_leaves_cancels_its_turn(api, opening):
-    """The session is as before, and a fork that was made for it is gone."""
+    """The session is unchanged, and a fork made for the turn is deleted."""
     async with api.client() as client:
         first = await ask(client, opening)
-        messages = said(opening, text_of(first))
+        messages = next_messages(opening, text_of(first))
         cancelled = await api.counter("turns_cancelled")
         stream = await client.chat.completions.create(
             model=MODEL, messages=messages, stream=True, max_tokens=1500,
@@ -334,7 +334,7 @@ async def test_a_client_that_leaves_cancels_its_turn(api, opening):
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits(api, opening):
-    """By gRPC, say: it was the client's own, and nothing has failed."""
+    """A turn cancelled by gRPC is the client's own doing: it is no failure."""
     name = name_of(opening)
     async with (
         api.service.client() as grpc_client,
@@ -351,10 +351,10 @@ async def test_a_turn_that_is_cancelled_while_it_waits(api, opening):
 
 @asynccontextmanager
 async def full_service(grpc_client, name):
-    """Occupy every place of the service, so that whatever comes next waits.
+    """Occupy every place of the service, so that the next turn waits.
 
-    Turns that have just come wait, too, for as long as it takes to admit them: only when all of
-    these are accepted and one still waits is there no place left.
+    New turns also wait while they are admitted: the service is full only when all of these are
+    accepted and one still waits.
     """
     accepted = set()
 
@@ -384,7 +384,7 @@ async def full_service(grpc_client, name):
 
 
 async def until_waiting(grpc_client, num_turns):
-    """Return when exactly so many turns wait, and the batch is full."""
+    """Return when exactly this many turns wait and the batch is full."""
     async with asyncio.timeout(60):
         while True:
             model = await grpc_client.get_model()  # each round asks the service
@@ -393,7 +393,7 @@ async def until_waiting(grpc_client, num_turns):
 
 
 async def cancel_when_there(grpc_client, name):
-    """Cancel a turn that is on its way into the service; returns how many that were."""
+    """Cancel turns on their way into the service; return how many."""
     async with asyncio.timeout(60):
         while True:
             with suppress(NotFoundError):
@@ -401,7 +401,7 @@ async def cancel_when_there(grpc_client, name):
 
 
 async def test_the_oldest_unnamed_session_makes_room(api, opening):
-    """A tenant with as many sessions as it may have opens another; a named one is never deleted."""
+    """A tenant at its session limit opens another; a named session is never deleted."""
     messages = [{"role": "user", "content": opening[0]["content"][:40]}]
     async with api.client("few") as client:
         named = await ask(client, messages, extra_body={"session_id": name_of(opening)})
@@ -412,13 +412,13 @@ async def test_the_oldest_unnamed_session_makes_room(api, opening):
         with pytest.raises(openai.RateLimitError) as refused:
             await ask(client, messages, extra_body={"session_id": f"{name_of(opening)}-3"})
     assert refused.value.code == "too_many_sessions"
-    async with api.service.client() as grpc_client:  # those that no newer one makes go
+    async with api.service.client() as grpc_client:  # the sessions that no newer one replaces
         for name in (name_of(opening), f"{name_of(opening)}-2"):
             await grpc_client.delete_session(name, tenant="few")
 
 
-async def test_a_session_that_is_used_by_name_is_young(api, opening):
-    """Also if the service gave it its name: another one makes room."""
+async def test_a_session_used_by_name_counts_as_recent(api, opening):
+    """A session used by its name counts as recent, also if the service named it."""
     messages = [{"role": "user", "content": opening[0]["content"][:40]}]
     async with api.client("pair") as client:
         first, second = [(await ask(client, messages)).model_extra["session_id"] for _ in "ab"]

@@ -1,4 +1,4 @@
-"""Conversations that are summed up, and gone on with, by the official client."""
+"""Compacted conversations, and how they continue, by the official client."""
 
 import openai
 import pytest
@@ -8,7 +8,7 @@ from tests.http_api.conftest import MODEL
 
 
 async def test_a_conversation_is_compacted(api, opening):
-    """What was computed of it is not computed again; the item stands for it as input."""
+    """Cached tokens are not computed again; the item replaces the history as input."""
     client = api.client()
     first = await client.responses.create(model=MODEL, input=opening, max_output_tokens=8)
     await api.until_saved(first)
@@ -37,7 +37,7 @@ async def test_a_conversation_is_compacted(api, opening):
     "num_messages", [4, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 0))]
 )
 async def test_an_input_is_compacted(api, opening, num_messages):
-    """Whatever it has; the last question stays in it."""
+    """Any input can be compacted; the last question stays in it."""
     said = [*opening, {"role": "assistant", "content": "Keys."}, {"role": "user", "content": "?"}]
     compacted = await api.client().responses.compact(
         model=MODEL, input=said[:num_messages] or "What is kept?", instructions="Be brief."
@@ -57,8 +57,8 @@ async def test_an_input_is_compacted(api, opening, num_messages):
         {"input": "Hi", "image": {"context_compression": "enabled"}},
     ],
 )
-async def test_what_cannot_be_compacted(api, fields):
-    """Is refused with a remedy."""
+async def test_requests_that_cannot_be_compacted_are_refused(api, fields):
+    """The refusal names a remedy."""
     with pytest.raises(openai.BadRequestError) as refused:
         await api.client().responses.compact(model=MODEL, **fields)
     assert ": " in refused.value.message

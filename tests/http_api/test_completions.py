@@ -1,4 +1,4 @@
-"""/v1/completions, /tokenize, /detokenize and /health, by the official client and by hand."""
+"""/v1/completions, /tokenize, /detokenize and /health, by the official client and raw HTTP."""
 
 import asyncio
 import uuid
@@ -18,12 +18,12 @@ PROMPT = "Keys and values are kept. " * 40
 
 
 def prompt():
-    """A text that nobody has sent, long enough for blocks to be kept of it."""
+    """Return a new text that is long enough for whole blocks."""
     return f"This is {uuid.uuid4().hex}. {PROMPT}"
 
 
 async def ask(client, text, **options):
-    """A greedy answer of its full length."""
+    """Request a greedy answer of its full length."""
     extra_body = {"ignore_eos": True, **options.pop("extra_body", {})}
     return await client.completions.create(
         model=MODEL, prompt=text, max_tokens=LENGTH, extra_body=extra_body, **options
@@ -31,7 +31,7 @@ async def ask(client, text, **options):
 
 
 async def call(api, path, method="POST", headers=None, **body):
-    """Status and body of a request without the official client."""
+    """Return status and body of a request without the official client."""
     address = api.url.removesuffix("/v1")
     given = {"Authorization": f"Bearer {CLIENTS['acme']}"} if headers is None else headers
     async with (
@@ -41,8 +41,8 @@ async def call(api, path, method="POST", headers=None, **body):
         return response.status, await response.json()
 
 
-async def test_the_answer_is_the_one_of_grpc(api):
-    """Greedy, the same text has the same answer, and so have its tokens."""
+async def test_the_answer_equals_that_of_grpc(api):
+    """The same text, or its tokens, gets the same greedy answer as by gRPC."""
     text = prompt()
     sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
     async with api.service.client() as grpc_client:
@@ -56,8 +56,8 @@ async def test_the_answer_is_the_one_of_grpc(api):
         assert answer.usage.prompt_tokens == encoded["count"] == turn.usage.new_tokens
 
 
-async def test_what_others_computed_of_a_prompt_is_reused(api):
-    """In whole blocks, by a session of its own."""
+async def test_a_prompts_computed_blocks_are_reused(api):
+    """Whole blocks are reused, by a session of its own."""
     text = prompt()
     async with api.client() as client:
         first = await ask(client, text)
@@ -68,7 +68,7 @@ async def test_what_others_computed_of_a_prompt_is_reused(api):
 
 
 async def test_several_prompts_have_several_answers(api):
-    """Each as if it were alone; texts and token ids may be mixed."""
+    """Each answer is as if it were alone; texts and token ids may be mixed."""
     texts = [prompt() for _ in range(3)]
     _, encoded = await call(api, "/tokenize", prompt=texts[2])
     async with api.client() as client:
@@ -79,7 +79,7 @@ async def test_several_prompts_have_several_answers(api):
 
 
 async def test_a_named_session_goes_on(api):
-    """With what is new; it is not found by what was said."""
+    """A named session takes new text; it is not found by its history."""
     name = f"story-{uuid.uuid4().hex}"
     async with api.client() as client:
         options = {"extra_body": {"session_id": name}}
@@ -92,7 +92,7 @@ async def test_a_named_session_goes_on(api):
 
 
 async def test_a_raw_prompt_is_no_history_of_messages(api):
-    """A chat that begins with the answer of one does not go on in its session."""
+    """A chat that begins with its answer does not continue its session."""
     async with api.client() as client:
         raw = await ask(client, prompt())
         said = [
@@ -103,8 +103,8 @@ async def test_a_raw_prompt_is_no_history_of_messages(api):
     assert chat.model_extra["session_id"] != raw.model_extra["session_id"]
 
 
-async def test_a_stream_says_what_the_whole_says(api):
-    """Text, log-probabilities, reason and usage."""
+async def test_a_stream_equals_the_whole_answer(api):
+    """Text, log-probabilities, finish reason and usage are equal."""
     text = prompt()
     async with api.client() as client:
         whole = await ask(client, text, logprobs=2)
@@ -143,15 +143,15 @@ async def test_a_stream_says_what_the_whole_says(api):
         ({"prompt": "a", "n": 2, "extra_body": {"session_id": "s"}}, "leave the session out"),
     ],
 )
-async def test_what_is_refused(api, options, said):
-    """With a remedy."""
+async def test_bad_requests_are_refused(api, options, said):
+    """The refusal names a remedy."""
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError, match=said):
             await client.completions.create(**{"model": MODEL, "max_tokens": 2, **options})
 
 
 async def test_parameters_of_other_servers_change_nothing(api):
-    """Those that are known; others are refused by name."""
+    """Known ones are ignored; unknown ones are refused by name."""
     async with api.client() as client:
         extra = {"cache_prompt": True, "id_slot": 3}
         assert (await ask(client, "Hello", extra_body=extra)).choices
@@ -159,8 +159,8 @@ async def test_parameters_of_other_servers_change_nothing(api):
             await ask(client, "Hello", extra_body={"cache_prompts": True})
 
 
-async def test_tokens_and_back(api):
-    """A text is what it was; a chat's tokens are those that its turn would read."""
+async def test_tokenizing_and_detokenizing(api):
+    """Detokenizing returns the text; a chat's tokens are those that its turn reads."""
     text = "What is kept between two turns? é 漢"
     status, encoded = await call(api, "/tokenize", prompt=text, return_token_strs=True)
     assert (status, encoded["count"]) == (200, len(encoded["tokens"]))
@@ -185,14 +185,14 @@ async def test_tokens_and_back(api):
         ("/detokenize", {}, 400),
     ],
 )
-async def test_what_has_no_tokens_is_refused(api, path, body, status):
-    """In OpenAI's form."""
+async def test_what_cannot_be_tokenized_is_refused(api, path, body, status):
+    """The error has OpenAI's form."""
     found, said = await call(api, path, **body)
     assert (found, set(said["error"])) == (status, {"message", "type", "param", "code"})
 
 
 async def test_health_needs_no_account(api):
-    """All else does; while the service stops it says so, and clients go elsewhere."""
+    """Everything else needs one; a stopping service reports it, and clients go elsewhere."""
     assert await call(api, "/health", "GET", headers={}) == (200, {"status": "ok"})
     assert (await call(api, "/tokenize", headers={}, prompt="a"))[0] == 401
     assert (await call(api, "/health", "POST"))[0] == 405
@@ -211,7 +211,7 @@ async def test_health_needs_no_account(api):
             try:
                 statuses.append((await call(api, "/health", "GET", headers={}))[0])
             except aiohttp.ClientError:
-                statuses.append(0)  # nobody listens any more
+                statuses.append(0)  # the service no longer listens
         async for _ in stream:
             pass
     await stopping

@@ -1,4 +1,4 @@
-"""Turns of conversations: one at a time, each once, whole or not at all; within limits."""
+"""Turns of conversations: one at a time, each once, complete or not at all, within limits."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from tests.http_api.conftest import MODEL, name_of
 from tests.http_api.talks import (
     LENGTH,
     ask,
-    listed,
+    list_items,
     question,
     refusal,
     session_of,
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_one_turn_at_a_time(api, opening):
-    """While it runs nothing is added or deleted; others can be asked in the meantime."""
+    """During a turn nothing is added or deleted; other conversations are served."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
-        item = (await listed(client, made))[0]["id"]
+        item = (await list_items(client, made))[0]["id"]
         stream = await client.responses.create(
             model=MODEL,
             input="Count.",
@@ -46,18 +46,18 @@ async def test_one_turn_at_a_time(api, opening):
         ):
             error = await refusal(asked)
             assert (error.status_code, error.code) == (409, "session_busy")
-        assert len(await listed(client, made)) == 2
+        assert len(await list_items(client, made)) == 2
         await stream.close()
         answer = None
         async with asyncio.timeout(60):
-            while answer is None:  # until the turn that was left is over
+            while answer is None:  # until the abandoned turn has ended
                 with contextlib.suppress(openai.ConflictError):
                     answer = await ask(client, made, "Hi")
-        assert texts(await listed(client, made))[2:] == ["Hi", answer.output_text]
+        assert texts(await list_items(client, made))[2:] == ["Hi", answer.output_text]
 
 
 async def test_two_clients_at_once(api, opening):
-    """Each turn is there once, whole, or was refused."""
+    """Each turn is there once and complete, or was refused."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
 
@@ -71,13 +71,13 @@ async def test_two_clients_at_once(api, opening):
 
         found = await asyncio.gather(*map(talk, "ab"))
         answers = found[0] | found[1]
-        said = texts(await listed(client, made))[2:]
+        said = texts(await list_items(client, made))[2:]
     assert said
     assert dict(zip(said[::2], said[1::2], strict=True)) == answers
 
 
 async def test_a_repeat_is_one_turn(api, opening):
-    """By its idempotency key: at once, and afterwards."""
+    """Requests with one idempotency key make one turn, simultaneous or in sequence."""
     headers = {"Idempotency-Key": name_of(opening)}
     async with api.client() as client:
         made = await client.conversations.create()
@@ -87,16 +87,16 @@ async def test_a_repeat_is_one_turn(api, opening):
         await ask(client, made, "And?")
         answers.append(await ask(client, made, opening, extra_headers=headers))
         assert len({answer.id for answer in answers}) == 1
-        assert len(await listed(client, made)) == 5
-        item = (await listed(client, made))[0]["id"]
+        assert len(await list_items(client, made)) == 5
+        item = (await list_items(client, made))[0]["id"]
         await client.conversations.items.delete(item, conversation_id=made.id)
         again = await ask(client, made, opening, extra_headers=headers)
         assert again.id == answers[0].id
-        assert len(await listed(client, made)) == 4
+        assert len(await list_items(client, made)) == 4
 
 
 async def test_an_agent_does_not_end_a_conversation(api, opening):
-    """What it says of the end of its session is of another one."""
+    """An agent's end-of-session header applies to another session."""
     async with api.client() as client:
         made = await client.conversations.create()
         final = {"X-Dynamo-Session-Final": "true"}
@@ -106,19 +106,19 @@ async def test_an_agent_does_not_end_a_conversation(api, opening):
 
 
 async def test_a_turn_that_fails_adds_nothing(api, opening):
-    """Items that it would have read are read by the next one."""
+    """Items that the failed turn would have read are read by the next one."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
         error = await refusal(ask(client, made, "word " * 6000, truncation="disabled"))
         assert error.code == "context_length_exceeded"
-        assert len(await listed(client, made)) == 2
+        assert len(await list_items(client, made)) == 2
         answer = await ask(client, made, "Hi")
-        assert texts(await listed(client, made))[2:] == ["Hi", answer.output_text]
+        assert texts(await list_items(client, made))[2:] == ["Hi", answer.output_text]
         assert session_of(answer) == made.id
 
 
-async def test_a_conversation_has_so_much_room(api):
-    """Its tenant's; nothing of what is refused is there, and what is deleted makes room."""
+async def test_a_tenants_conversations_have_a_size_limit(api):
+    """The limit is per tenant; refused items are not added, and deletion makes room."""
     text = "word " * 20_000
     async with api.client("globex") as client:
         made, other = [await client.conversations.create() for _ in range(2)]
@@ -134,7 +134,7 @@ async def test_a_conversation_has_so_much_room(api):
             error = await refusal(asked)
             assert (error.status_code, error.code) == (429, "conversations_full")
             assert error.response.headers["x-should-retry"] == "false"
-        assert len(await listed(client, made)) == 10
+        assert len(await list_items(client, made)) == 10
         error = await refusal(ask(client, made, "Hi"))
         assert (error.status_code, error.code) == (400, "context_length_exceeded")
         await client.conversations.items.delete(added[0].first_id, conversation_id=made.id)
@@ -143,8 +143,8 @@ async def test_a_conversation_has_so_much_room(api):
             await client.conversations.delete(conversation.id)
 
 
-async def test_a_conversation_is_one_of_its_tenants_sessions(api, opening):
-    """From its first response on; others that nobody named go for it, and it for none."""
+async def test_a_conversation_counts_as_a_session_of_its_tenant(api, opening):
+    """It counts from its first response; unnamed sessions are deleted for it, it for none."""
     async with api.client("few") as client:
         made = [await client.conversations.create() for _ in range(3)]
         await client.responses.create(model=MODEL, input=opening, max_output_tokens=LENGTH)
@@ -157,8 +157,8 @@ async def test_a_conversation_is_one_of_its_tenants_sessions(api, opening):
             await client.conversations.delete(conversation.id)
 
 
-async def test_what_others_add_to_its_session_is_not_the_conversations(api, opening):
-    """It goes on from its own end."""
+async def test_turns_added_to_its_session_are_not_in_the_conversation(api, opening):
+    """The conversation continues from its own last turn."""
     async with api.client() as client, api.service.client() as grpc_client:
         made = await client.conversations.create()
         first = await ask(client, made, opening)
@@ -173,7 +173,7 @@ async def test_what_others_add_to_its_session_is_not_the_conversations(api, open
         assert await api.num_turns(made.id) == 2
         second = await ask(client, made, "And then?")
         assert second.output_text == alike.output_text
-        assert len(await listed(client, made)) == 5
+        assert len(await list_items(client, made)) == 5
         began = grpc_client.stream_turn(
             turn_request(
                 "Count.",
@@ -193,11 +193,11 @@ async def test_what_others_add_to_its_session_is_not_the_conversations(api, open
 
 
 async def test_a_kill_in_the_middle_of_a_turn(api, opening):
-    """Nothing of it is there; the conversation goes on."""
+    """The turn leaves nothing, and the conversation continues."""
     async with api.client() as client:
         made = await client.conversations.create()
         first = await ask(client, made, opening)
-        item = (await listed(client, made))[0]["id"]
+        item = (await list_items(client, made))[0]["id"]
         await client.conversations.items.delete(item, conversation_id=made.id)
         stream = await client.responses.create(
             model=MODEL,
@@ -214,26 +214,26 @@ async def test_a_kill_in_the_middle_of_a_turn(api, opening):
         await api.service.kill()
     await api.start()
     async with api.client() as client:
-        assert texts(await listed(client, made)) == [opening[1]["content"], first.output_text]
+        assert texts(await list_items(client, made)) == [opening[1]["content"], first.output_text]
         answer = await ask(client, made, "Hi")
-        assert texts(await listed(client, made))[2:] == ["Hi", answer.output_text]
+        assert texts(await list_items(client, made))[2:] == ["Hi", answer.output_text]
     assert moved not in {made.id, session_of(answer)}
     for session_id in (made.id, moved):
         await until_gone(api, session_id)
 
 
-async def test_a_conversation_is_there_after_a_restart(api, opening):
-    """And after a kill of kvd: what is lost of its keys and values is computed again."""
+async def test_a_conversation_survives_a_restart(api, opening):
+    """After a kill of kvd, too: lost keys and values are computed again."""
     async with api.client() as client:
         made = await client.conversations.create(metadata={"a": "b"})
         await ask(client, made, opening)
         await client.conversations.items.create(made.id, items=[question("One.")])
-        items = await listed(client, made)
+        items = await list_items(client, made)
     await api.service.stop()
     await api.start()
     async with api.client() as client:
         assert await client.conversations.retrieve(made.id) == made
-        assert await listed(client, made) == items
+        assert await list_items(client, made) == items
         answer = await ask(client, made, "Two.")
         assert session_of(answer) == made.id
         assert answer.usage.input_tokens_details.cached_tokens > 0
@@ -242,5 +242,5 @@ async def test_a_conversation_is_there_after_a_restart(api, opening):
         await api.kvd.start()
         async with api.service.client() as grpc_client:
             await wait_kvd_state(grpc_client, "attached")
-        assert texts(await listed(client, made))[3:5] == ["One.", "Two."]
-        assert len(await listed(client, made)) == 8
+        assert texts(await list_items(client, made))[3:5] == ["One.", "Two."]
+        assert len(await list_items(client, made)) == 8

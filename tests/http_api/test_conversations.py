@@ -1,4 +1,4 @@
-"""/v1/conversations, and responses that go on with them, by the official client."""
+"""/v1/conversations, and responses in conversations, by the official client."""
 
 import uuid
 
@@ -8,7 +8,7 @@ from tests.http_api.conftest import MODEL
 from tests.http_api.talks import (
     LENGTH,
     ask,
-    listed,
+    list_items,
     question,
     refusal,
     session_of,
@@ -22,14 +22,14 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 LOOK = {"type": "function", "name": "look", "parameters": NOTHING}
 
 
-async def test_a_conversation_goes_on(api, opening):
-    """In one session of its name; its items are what was asked and answered, in order."""
+async def test_a_conversation_continues_in_its_session(api, opening):
+    """It has one session of its name; its items are questions and answers in order."""
     async with api.client() as client:
         made = await client.conversations.create(metadata={"a": "é"})
         first = await ask(client, made, opening)
         await api.until_saved(first)
         second = await ask(client, made, "And then?")
-        items = await listed(client, made)
+        items = await list_items(client, made)
         found = await client.conversations.retrieve(made.id)
     assert found == made
     assert (made.object, made.metadata) == ("conversation", {"a": "é"})
@@ -43,7 +43,7 @@ async def test_a_conversation_goes_on(api, opening):
 
 
 async def test_the_answers_are_those_of_the_whole_conversation(api, opening):
-    """A chain of responses says the same."""
+    """A chain of responses gives the same answers."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening[:1])
         first = await ask(client, made, opening[1:])
@@ -58,7 +58,7 @@ async def test_the_answers_are_those_of_the_whole_conversation(api, opening):
 
 
 async def test_items_that_are_added_lead_the_next_input(api, opening):
-    """Nothing is computed until then; at the beginning, too."""
+    """Nothing is computed until then; this also holds at the beginning."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
         assert await api.num_turns(made.id) == -1
@@ -68,7 +68,7 @@ async def test_items_that_are_added_lead_the_next_input(api, opening):
         )
         assert await api.num_turns(made.id) == 1
         second = await ask(client, made, "Three.")
-        items = await listed(client, made)
+        items = await list_items(client, made)
         one = await client.conversations.items.retrieve(added.last_id, conversation_id=made.id)
     assert [item.id for item in added.data] == [item["id"] for item in items[3:5]]
     assert texts(items)[2:] == [
@@ -81,14 +81,14 @@ async def test_items_that_are_added_lead_the_next_input(api, opening):
 
 
 async def test_pages_follow_one_another(api):
-    """The newest first, unless the oldest shall; by the client's own iteration."""
+    """Newest first by default, oldest first on request; by the client's own iteration."""
     async with api.client() as client:
         made = await client.conversations.create(items=[question(str(n)) for n in range(20)])
         await client.conversations.items.create(made.id, items=[question("last")])
         page = await client.conversations.items.list(made.id)
         assert page.has_more
         assert texts(item.to_dict() for item in page.data)[:2] == ["last", "19"]
-        assert texts(await listed(client, made, limit=4)) == [*map(str, range(20)), "last"]
+        assert texts(await list_items(client, made, limit=4)) == [*map(str, range(20)), "last"]
         rest = await client.conversations.items.list(made.id, after=page.last_id)
         assert (texts(item.to_dict() for item in rest.data), rest.has_more) == (["0"], False)
         for options, param in (
@@ -100,8 +100,8 @@ async def test_pages_follow_one_another(api):
             assert (error.status_code, error.param) == (400, param)
 
 
-async def test_ids_that_cannot_be_are_not_there(api):
-    """Whatever the bytes of a path are."""
+async def test_impossible_ids_are_not_found(api):
+    """The id may have any bytes that a path can have."""
     async with api.client() as client:
         made = await client.conversations.create(items=[question("Hi")])
         for name in ("%FF", "%ED%B0%80", "%00", "a" * 4000):
@@ -114,7 +114,7 @@ async def test_ids_that_cannot_be_are_not_there(api):
 
 
 async def test_metadata_is_replaced(api):
-    """All of it."""
+    """The new metadata replaces all of the old."""
     async with api.client() as client:
         made = await client.conversations.create(metadata={"a": "1"})
         changed = await client.conversations.update(made.id, metadata={"b": "2"})
@@ -124,11 +124,11 @@ async def test_metadata_is_replaced(api):
         assert (error.status_code, error.param) == (400, "metadata")
 
 
-async def test_a_conversation_is_its_tenants(api, opening):
-    """For others it is not there, whatever they ask of it; nor is one that never was."""
+async def test_a_conversation_exists_only_for_its_tenant(api, opening):
+    """For other tenants it does not exist in any request; unknown ids do not either."""
     async with api.client() as client, api.client("globex") as other:
         made = await client.conversations.create(items=opening)
-        item = (await listed(client, made))[0]["id"]
+        item = (await list_items(client, made))[0]["id"]
         for name in (made.id, "conv_" + uuid.uuid4().hex, "resp_1", "é"):
             who = other if name == made.id else client
             items = who.conversations.items
@@ -144,11 +144,11 @@ async def test_a_conversation_is_its_tenants(api, opening):
             ):
                 error = await refusal(asked)
                 assert (error.status_code, error.code) == (404, "conversation_not_found")
-        assert len(await listed(client, made)) == 2
+        assert len(await list_items(client, made)) == 2
 
 
 async def test_a_conversation_is_deleted_with_its_session(api, opening):
-    """By whichever API; its responses are not there any more."""
+    """By any API; its responses are deleted, too."""
     async with api.client() as client, api.service.client() as grpc_client:
         for by_grpc in (False, True):
             made = await client.conversations.create()
@@ -169,7 +169,7 @@ async def test_a_conversation_is_deleted_with_its_session(api, opening):
 
 
 async def test_an_item_that_was_not_read_is_deleted(api, opening):
-    """The session goes on."""
+    """The session continues."""
     async with api.client() as client:
         made = await client.conversations.create()
         await ask(client, made, opening)
@@ -178,7 +178,7 @@ async def test_an_item_that_was_not_read_is_deleted(api, opening):
         )
         await client.conversations.items.delete(added.first_id, conversation_id=made.id)
         second = await ask(client, made, "Three.")
-        items = await listed(client, made)
+        items = await list_items(client, made)
         error = await refusal(
             client.conversations.items.delete(added.first_id, conversation_id=made.id)
         )
@@ -188,13 +188,13 @@ async def test_an_item_that_was_not_read_is_deleted(api, opening):
 
 
 async def test_an_item_that_was_read_is_deleted(api, opening):
-    """The conversation goes on as if it had not been there, in a fork of what precedes it."""
+    """The conversation continues in a fork of what precedes the deleted item."""
     async with api.client() as client:
         made = await client.conversations.create()
         first = await ask(client, made, opening)
         second = await ask(client, made, "Forget this.")
         third = await ask(client, made, "And then?")
-        items = await listed(client, made)
+        items = await list_items(client, made)
         alike = await client.responses.create(
             model=MODEL,
             input=[*items[5:], question("So?")],
@@ -205,7 +205,7 @@ async def test_an_item_that_was_read_is_deleted(api, opening):
         for item in items[3:5]:
             await client.conversations.items.delete(item["id"], conversation_id=made.id)
         fourth = await ask(client, made, "So?")
-        left = await listed(client, made)
+        left = await list_items(client, made)
         fifth = await ask(client, made, "And?")
         assert (await client.responses.retrieve(first.id)).output_text == first.output_text
         error = await refusal(client.responses.retrieve(second.id))
@@ -219,8 +219,8 @@ async def test_an_item_that_was_read_is_deleted(api, opening):
     await until_gone(api, made.id)
 
 
-async def test_other_instructions_are_read_with_everything_again(api, opening):
-    """Those that were sent last lead the conversation; the same again cost nothing."""
+async def test_other_instructions_cause_the_conversation_to_be_read_again(api, opening):
+    """The last instructions lead the conversation; sending the same again costs nothing."""
     async with api.client() as client:
         made = await client.conversations.create()
         first = await ask(client, made, opening[1:], instructions="Be brief.")
@@ -236,14 +236,14 @@ async def test_other_instructions_are_read_with_everything_again(api, opening):
         other = await ask(client, made, "So?", instructions="Be long.")
         assert session_of(other) != made.id
         assert other.usage.input_tokens_details.cached_tokens == 0
-        items = await listed(client, made)
+        items = await list_items(client, made)
         await client.conversations.items.delete(items[0]["id"], conversation_id=made.id)
         last = await ask(client, made, "And?")
         assert (last.instructions, session_of(last) != session_of(other)) == ("Be long.", True)
 
 
 async def test_tools_are_called_and_answered(api, opening):
-    """Calls and results are items; other tools are read with everything again."""
+    """Calls and results are items; with other tools everything is read again."""
     async with api.client() as client:
         made = await client.conversations.create()
         called = await ask(
@@ -252,7 +252,7 @@ async def test_tools_are_called_and_answered(api, opening):
         (call,) = [item for item in called.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
         told = await ask(client, made, [result], tools=[LOOK])
-        items = await listed(client, made)
+        items = await list_items(client, made)
         assert session_of(told) == made.id
         assert [item["type"] for item in items[2:]] == [
             *("function_call", "function_call_output", "message")
@@ -265,7 +265,7 @@ async def test_tools_are_called_and_answered(api, opening):
 
 
 async def test_a_streamed_turn_is_added(api, opening):
-    """By the time its last event comes, the conversation is free."""
+    """By the time of its last event the conversation is free."""
     async with api.client() as client:
         made = await client.conversations.create()
         for number in range(3):
@@ -278,11 +278,11 @@ async def test_a_streamed_turn_is_added(api, opening):
                 async for event in stream:
                     last = event
                 assert last.response.conversation.id == made.id
-        assert len(await listed(client, made)) == 7
+        assert len(await list_items(client, made)) == 7
 
 
-async def test_what_is_said_of_a_response_goes_for_one_of_a_conversation(api, opening):
-    """Its input, and what follows it, which is a fork of the conversation."""
+async def test_a_response_of_a_conversation_works_as_any_other(api, opening):
+    """Its input can be listed, and a response that follows it is in a fork."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
         first = await ask(client, made, "One?")
@@ -296,11 +296,11 @@ async def test_what_is_said_of_a_response_goes_for_one_of_a_conversation(api, op
         second = await ask(client, made, "Three?")
         assert session_of(second) == made.id
         await client.responses.delete(first.id)
-        assert texts(await listed(client, made))[2::2] == ["One?", "Three?"]
+        assert texts(await list_items(client, made))[2::2] == ["One?", "Three?"]
 
 
-async def test_what_is_off_is_refused(api, opening):
-    """By the name of the member."""
+async def test_bad_members_are_refused(api, opening):
+    """The error names the member."""
     async with api.client() as client:
         made = await client.conversations.create(items=opening)
         first = await ask(client, made, "Hi")
@@ -323,6 +323,6 @@ async def test_what_is_off_is_refused(api, opening):
             error = await refusal(asked)
             assert (error.status_code, error.param) == (400, param)
             assert ": " in error.message
-        assert len(await listed(client, made)) == 4
+        assert len(await list_items(client, made)) == 4
         error = await refusal(client.conversations.items.retrieve("é", conversation_id=made.id))
         assert (error.status_code, error.code) == (404, "item_not_found")

@@ -13,7 +13,7 @@ HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "ma
 
 
 async def call(api, method, path, headers, **body):
-    """What a browser gets: status, headers and bytes."""
+    """Return what a browser gets: status, headers and bytes."""
     url = f"{api.url.removesuffix('/v1')}{path}"
     async with (
         aiohttp.ClientSession() as session,
@@ -32,8 +32,8 @@ async def call(api, method, path, headers, **body):
         ("GET", "/health"),
     ],
 )
-async def test_a_page_asks_before_it_calls(api, method, path):
-    """A preflight has no account; nothing is said to pages of other sites."""
+async def test_a_preflight_needs_no_account(api, method, path):
+    """A preflight needs no account; pages of other sites get no answer to it."""
     asks = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "x-a"}
     status, headers, body = await call(api, "OPTIONS", path, {"Origin": PAGE, **asks})
     assert (status, body) == (204, b"")
@@ -47,7 +47,7 @@ async def test_a_page_asks_before_it_calls(api, method, path):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_page_may_read_the_answer(api, stream):
-    """By the official client, whole or streamed, and its ids."""
+    """By the official client, whole or streamed, with the response ids."""
     async with api.client(default_headers={"Origin": PAGE}) as client:
         raw = await client.chat.completions.with_raw_response.create(**HELLO, stream=stream)
     assert raw.headers["Access-Control-Allow-Origin"] == PAGE
@@ -56,8 +56,8 @@ async def test_the_page_may_read_the_answer(api, stream):
     assert {name for name in shown if name in raw.headers} >= {"x-request-id", "X-Session-Id"}
 
 
-async def test_the_page_may_read_what_is_wrong(api):
-    """A wrong token, a path that is not there, a body that is off."""
+async def test_the_page_may_read_errors(api):
+    """A wrong token, an unknown path, and a bad body."""
     async with api.client("nobody", default_headers={"Origin": PAGE}) as client:
         with pytest.raises(openai.AuthenticationError) as refused:
             await client.models.list()
@@ -68,15 +68,15 @@ async def test_the_page_may_read_what_is_wrong(api):
         assert (found, sent["Access-Control-Allow-Origin"]) == (status, PAGE)
 
 
-async def test_a_preflight_that_is_off_is_refused(api):
-    """And the page may read why."""
+async def test_a_bad_preflight_is_refused(api):
+    """The page may read the reason."""
     asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "a;b"}
     status, headers, _ = await call(api, "OPTIONS", "/v1/models", {"Origin": PAGE, **asks})
     assert (status, headers["Access-Control-Allow-Origin"]) == (400, PAGE)
 
 
-async def test_who_is_there(api):
-    """Probes ask at the root, without an account; nothing else is there."""
+async def test_the_root_answers_probes(api):
+    """Probes use the root path without an account; nothing else is there."""
     status, headers, body = await call(api, "GET", "/", {})
     assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
     assert body.startswith(b"inference-svc")

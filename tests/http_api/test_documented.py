@@ -1,4 +1,4 @@
-"""docs/openai.md and docs/anthropic.md say what there is."""
+"""docs/openai.md and docs/anthropic.md describe the API correctly."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ OPENAI, ANTHROPIC = ((DOCS / f"{name}.md").read_text() for name in ("openai", "a
 
 
 async def run_examples(api, page):
-    """Run them one after another, as the official client's user would type them."""
+    """Run the examples one after another, as a user of the official client types them."""
     script = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     address = api.url.removesuffix("/v1")
     for written, real in (("http://127.0.0.1:8000", address), ("the token", CLIENTS["acme"])):
@@ -33,8 +33,8 @@ async def run_examples(api, page):
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_examples_run(api):
-    """What they delete is gone."""
+async def test_the_openai_examples_run(api):
+    """What the examples delete is deleted."""
     names = await run_examples(api, OPENAI)
     with pytest.raises(openai.NotFoundError):
         await asyncio.to_thread(names["client"].responses.retrieve, names["question"].id)
@@ -42,15 +42,15 @@ async def test_the_examples_run(api):
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_examples_of_anthropic_run(api):
-    """The second question finds what the first one has computed; so does a tool's result."""
+    """The second question and a tool's result use what the first one computed."""
     names = await run_examples(api, ANTHROPIC)
     assert names["usage"].cache_read_input_tokens > 0
     assert names["called"].stop_reason == "tool_use"
     assert names["told"].usage.cache_read_input_tokens > 0
 
 
-def test_every_parameter_is_named():
-    """Those that are taken, ignored, and refused."""
+def test_every_parameter_is_documented():
+    """Accepted, ignored and refused parameters are all documented."""
     openai_bodies = (
         *(ChatBody, CompletionBody, EmbeddingsBody),
         *(ResponseBody, ConversationBody, ItemsBody),

@@ -1,7 +1,7 @@
-"""An agent edits its conversation: what follows the edit is kept, healed, or computed, as is set.
+"""Edits of an agent's conversation: what follows is kept, healed or computed, as set.
 
-The judge is the stock model with the rows that were kept, put where they are now
-(`tests/truncation_oracle.py`): answers are the formula's, whatever is kept.
+The expected answers come from the stock model with the kept rows at their new positions
+(`tests/truncation_oracle.py`), whatever is kept.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from shared.pb.inference.v1 import inference_pb2 as pb
-from tests.http_api.conftest import MODEL, ApiService, said
+from tests.http_api.conftest import MODEL, ApiService, next_messages
 from tests.inference_processes import wait_kvd_state
 from tests.sampled import sampled
 from tests.truncation_oracle import TruncationOracle
@@ -33,7 +33,7 @@ def judge(tiny_model):
 
 @asynccontextmanager
 async def serving(tiny_model, directory, edits, **options):
-    """A pair of its own, with this mode."""
+    """Run a pair of its own in this mode."""
     service = ApiService(tiny_model, directory, more=f'[reuse]\nedits = "{edits}"\n', **options)
     await service.kvd.start()
     try:
@@ -46,12 +46,12 @@ async def serving(tiny_model, directory, edits, **options):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def keeping(tiny_model, tmp_path_factory):
-    """A pair that keeps what follows an edit as it is."""
+    """Run a pair that keeps what follows an edit unchanged."""
     async with serving(tiny_model, tmp_path_factory.mktemp("keep"), "keep") as service:
         yield service
 
 
-async def chatted(service, messages, *, is_saved=True, **options):
+async def send_chat(service, messages, *, is_saved=True, **options):
     options = {"max_tokens": LENGTH, "extra_body": {"ignore_eos": True}, **options}
     async with service.client() as client:
         answer = await client.chat.completions.create(model=MODEL, messages=messages, **options)
@@ -61,36 +61,36 @@ async def chatted(service, messages, *, is_saved=True, **options):
 
 
 async def kvd_starts(service):
-    """Return when the service has found it."""
+    """Start kvd and return when the service has found it."""
     await service.kvd.start()
     async with service.service.client() as client:
         await wait_kvd_state(client, "attached")
 
 
 def result_of(step: int) -> str:
-    """What a tool found."""
+    """Return a tool's result."""
     return f"Result {step}: " + " ".join(f"line {step * line} is so." for line in range(12))
 
 
 async def agent(service, num_steps=NUM_STEPS):
-    """A conversation that nobody had before, with its last answer."""
+    """Build a new agent's conversation, with its last answer."""
     messages = [{"role": "system", "content": f"You are agent {next(NUMBERS)}. " * 4}]
     messages.append({"role": "user", "content": result_of(0)})
     for step in range(1, num_steps + 1):
-        answer = await chatted(service, messages)
-        messages = said(messages, answer.choices[0].message.content, result_of(step))
+        answer = await send_chat(service, messages)
+        messages = next_messages(messages, answer.choices[0].message.content, result_of(step))
     return messages, answer
 
 
-def edited(messages, content, *places):
+def edit_places(messages, content, *places):
     return [
         {**one, "content": content} if place in places else one
         for place, one in enumerate(messages)
     ]
 
 
-def reused(answer):
-    """Tokens of the prompt: cached, kept and healed of them; and how many there are."""
+def count_reused(answer):
+    """Return cached, kept and healed tokens of the prompt, and its total."""
     usage = answer.usage
     extra = usage.model_extra
     return (
@@ -110,8 +110,8 @@ async def session_of(service, answer):
         return await client.get_session(id_of(answer), tenant="acme", with_turns=True)
 
 
-async def judged(service, judge, *answers, sources=None):
-    """Whether all is the formula's; each session may have kept something of those before it."""
+async def are_by_formula(service, judge, *answers, sources=None):
+    """Whether all answers are the formula's; each session may have kept parts of earlier ones."""
     sources, sessions = dict(sources or {}), []
     for answer in answers:
         session = await session_of(service, answer)
@@ -129,7 +129,7 @@ def grafts_of(session):
 
 
 def as_recomputed(session):
-    """The session, had all of it been computed over its own tokens."""
+    """Return the session as it would be, if computed entirely over its own tokens."""
     plain = pb.Session()
     plain.CopyFrom(session)
     for turn in plain.turn_records:
@@ -138,24 +138,24 @@ def as_recomputed(session):
 
 
 async def goes_on(service, messages, answer):
-    """The next turn finds all but the answer's last token, and keeps nothing itself."""
-    messages = said(messages, answer.choices[0].message.content, "Go on.")
-    onward = await chatted(service, messages)
+    """Check that the next turn finds all but the answer's last token, and keeps nothing."""
+    messages = next_messages(messages, answer.choices[0].message.content, "Go on.")
+    onward = await send_chat(service, messages)
     assert id_of(onward) == id_of(answer)
-    assert reused(onward)[:3] == (answer.usage.total_tokens - 1, 0, 0)
+    assert count_reused(onward)[:3] == (answer.usage.total_tokens - 1, 0, 0)
     return messages, onward
 
 
 @pytest.mark.parametrize("edits", sampled(MODES, 1, seed=1, always=("heal:16",)))
-async def test_a_cleared_result(tiny_model, tmp_path, judge, edits):
-    """What follows it is kept; its next turns go on from there, and a miss is still explained."""
+async def test_what_follows_a_cleared_result_is_kept(tiny_model, tmp_path, judge, edits):
+    """What follows it is kept; next turns continue there, and a miss is still explained."""
     async with serving(tiny_model, tmp_path, edits) as service:
         messages, before = await agent(service)
-        messages = edited(messages, CLEARED, 3)
-        first = await chatted(service, messages)
-        cached, kept, healed, prompt = reused(first)
+        messages = edit_places(messages, CLEARED, 3)
+        first = await send_chat(service, messages)
+        cached, kept, healed, prompt = count_reused(first)
         await goes_on(service, messages, first)
-        _, session = await judged(service, judge, before, first)
+        _, session = await are_by_formula(service, judge, before, first)
         counted = await service.counter("kept_tokens"), await service.counter("healed_tokens")
         plain = await asyncio.to_thread(judge.judge, as_recomputed(session))
     assert id_of(first) != id_of(before)
@@ -173,96 +173,96 @@ async def test_a_cleared_result(tiny_model, tmp_path, judge, edits):
         assert kept > 0.4 * prompt
 
 
-async def scripted(service):
-    """An agent that clears old results, sums up and changes a message; its answers, by session."""
+async def run_script(service):
+    """Run an agent that clears results, summarises and edits; return its answers by session."""
     messages = [{"role": "system", "content": "You are an agent. " * 4}]
     messages.append({"role": "user", "content": result_of(0)})
     shares, last = [0, 0], {}
     for step in range(1, 11):
         results = [at for at, one in enumerate(messages) if one["content"].startswith("Result")]
         if step in (5, 8):
-            messages = edited(messages, CLEARED, *results[:-3])
+            messages = edit_places(messages, CLEARED, *results[:-3])
         elif step == 9:
             summary = {"role": "user", "content": "All went well so far."}
             messages = [messages[0], summary, *messages[6:]]
         elif step == 10:
-            messages = edited(messages, "Another question.", results[-3])
-        answer = await chatted(service, messages)
-        cached, *_, prompt = reused(answer)
+            messages = edit_places(messages, "Another question.", results[-3])
+        answer = await send_chat(service, messages)
+        cached, *_, prompt = count_reused(answer)
         shares = [shares[0] + cached, shares[1] + prompt]
         last[id_of(answer)] = answer
-        messages = said(messages, answer.choices[0].message.content, result_of(step))
+        messages = next_messages(messages, answer.choices[0].message.content, result_of(step))
     return shares[0] / shares[1], list(last.values())
 
 
 @pytest.mark.long  # the edits of its script are tried one by one, too
 async def test_a_scripted_agent(tiny_model, tmp_path, judge):
-    """Of its prompts more is reused where edits keep it; each answer is the formula's."""
+    """More of its prompts is reused where edits are kept; each answer is the formula's."""
     share = {}
     for mode in MODES:
         directory = tmp_path / mode.partition(":")[0]
         directory.mkdir()
         async with serving(tiny_model, directory, mode) as service:
-            share[mode], answers = await scripted(service)
-            sessions = await judged(service, judge, *answers)
+            share[mode], answers = await run_script(service)
+            sessions = await are_by_formula(service, judge, *answers)
         assert len(answers) == 5, "one for each edit, and the first"
         assert bool(sum(map(len, map(grafts_of, sessions)))) == (mode != "exact")
     assert share.pop("exact") + 0.05 < min(share.values())
 
 
 async def test_a_compacted_beginning(keeping, judge):
-    """A summary takes the place of the first exchanges; the rest moves up."""
+    """A summary replaces the first exchanges, and the rest moves up."""
     messages, before = await agent(keeping)
     messages = [messages[0], {"role": "user", "content": "All went well so far."}, *messages[6:]]
-    answer = await chatted(keeping, messages)
-    cached, kept, _, prompt = reused(answer)
+    answer = await send_chat(keeping, messages)
+    cached, kept, _, prompt = count_reused(answer)
     assert kept > 0.5 * prompt
     assert cached >= kept
     await goes_on(keeping, messages, answer)
-    await judged(keeping, judge, before, answer)
+    await are_by_formula(keeping, judge, before, answer)
 
 
-async def test_messages_that_are_left_out(keeping, judge):
-    """Nothing is in their place: what follows them follows what was before them."""
+async def test_removed_messages_are_not_replaced(keeping, judge):
+    """What follows the removed messages now follows what preceded them."""
     messages, before = await agent(keeping)
     messages = [*messages[:3], *messages[5:]]
-    answer = await chatted(keeping, messages)
-    assert reused(answer)[1] > 0
-    await judged(keeping, judge, before, answer)
+    answer = await send_chat(keeping, messages)
+    assert count_reused(answer)[1] > 0
+    await are_by_formula(keeping, judge, before, answer)
 
 
 async def test_several_edits_at_once(keeping, judge):
-    """Every one of them is a seam."""
+    """Each edit is a seam."""
     messages, before = await agent(keeping, 7)
-    messages = edited(messages, CLEARED, 3, 9)
-    answer = await chatted(keeping, messages)
-    _, session = await judged(keeping, judge, before, answer)
+    messages = edit_places(messages, CLEARED, 3, 9)
+    answer = await send_chat(keeping, messages)
+    _, session = await are_by_formula(keeping, judge, before, answer)
     assert len(grafts_of(session)) >= 2
     await goes_on(keeping, messages, answer)
 
 
-async def test_an_edit_of_what_was_kept(keeping, judge):
-    """Also what precedes the new edit is kept then, where it was kept before."""
+async def test_an_edit_of_kept_tokens(keeping, judge):
+    """What precedes the new edit is kept where it was kept before."""
     messages, before = await agent(keeping)
-    messages = edited(messages, CLEARED, 3)
-    first = await chatted(keeping, messages)
+    messages = edit_places(messages, CLEARED, 3)
+    first = await send_chat(keeping, messages)
     messages, onward = await goes_on(keeping, messages, first)
-    again = edited(messages, "Another one.", 7)
-    second = await chatted(keeping, again)
-    *_, session = await judged(keeping, judge, before, onward, second)
-    cached, kept, _, prompt = reused(second)
+    again = edit_places(messages, "Another one.", 7)
+    second = await send_chat(keeping, again)
+    *_, session = await are_by_formula(keeping, judge, before, onward, second)
+    cached, kept, _, prompt = count_reused(second)
     assert cached > 0.4 * prompt
     assert {graft.session_id for graft in grafts_of(session)} >= {id_of(first)}
     assert kept > 0
 
 
-async def test_both_processes_come_back(tiny_model, tmp_path, judge):
-    """The session has its lineage in its transcript, its KV on SSD."""
+async def test_a_kept_session_survives_a_restart_of_both_processes(tiny_model, tmp_path, judge):
+    """The session has its lineage in its transcript, and its KV on SSD."""
     async with serving(tiny_model, tmp_path, "keep", keep="none") as service:
         messages, before = await agent(service)
-        messages = edited(messages, CLEARED, 3)
-        first = await chatted(service, messages)
-        assert reused(first)[1] > 0
+        messages = edit_places(messages, CLEARED, 3)
+        first = await send_chat(service, messages)
+        assert count_reused(first)[1] > 0
         await service.kvd.stop()
         await kvd_starts(service)
         await service.service.stop()
@@ -271,61 +271,61 @@ async def test_both_processes_come_back(tiny_model, tmp_path, judge):
         await service.service.kill()
         await service.start()
         await goes_on(service, messages, onward)
-        await judged(service, judge, before, onward)
+        await are_by_formula(service, judge, before, onward)
 
 
-async def test_what_was_kept_lies_on_ssd(tiny_model, tmp_path, judge):
-    """It is read from there, of the session that has computed it: kvd began without DRAM."""
+async def test_kept_blocks_are_read_from_ssd(tiny_model, tmp_path, judge):
+    """kvd starts with empty DRAM, so the computed session is read from SSD."""
     options = {"kvd_options": ("--dram", "4MB", "--ssd", "64MB"), "keep": "none"}
     async with serving(tiny_model, tmp_path, "keep", **options) as service:
         messages, before = await agent(service)
         await service.kvd.stop()
         await kvd_starts(service)
-        messages = edited(messages, CLEARED, 3)
-        first = await chatted(service, messages)
-        _, session = await judged(service, judge, before, first)
+        messages = edit_places(messages, CLEARED, 3)
+        first = await send_chat(service, messages)
+        _, session = await are_by_formula(service, judge, before, first)
         usage = session.turn_records[-1].usage
         assert usage.kept_tokens > 0
         assert sum(usage.tier_tokens.values()) == usage.reused_tokens
 
 
-async def test_the_session_that_it_was_kept_of_is_deleted(keeping, judge):
-    """After it was: the blocks have another user. Before: there is nothing to keep."""
+async def test_the_source_session_is_deleted(keeping, judge):
+    """Deleted afterwards: the blocks have another user. Before: nothing can be kept."""
     messages, before = await agent(keeping)
     old = await session_of(keeping, before)
-    first = await chatted(keeping, edited(messages, CLEARED, 3))
-    assert reused(first)[1] > 0
+    first = await send_chat(keeping, edit_places(messages, CLEARED, 3))
+    assert count_reused(first)[1] > 0
     async with keeping.service.client() as client:
         await client.delete_session(id_of(before), tenant="acme")
-    _, onward = await goes_on(keeping, edited(messages, CLEARED, 3), first)
+    _, onward = await goes_on(keeping, edit_places(messages, CLEARED, 3), first)
     rows, _ = await asyncio.to_thread(judge.followed, old)
-    other = await chatted(keeping, edited(messages, "Nothing.", 5))
+    other = await send_chat(keeping, edit_places(messages, "Nothing.", 5))
     assert "session_gone" not in str(first.usage.model_extra)
-    await judged(keeping, judge, onward, other, sources={id_of(before): rows})
+    await are_by_formula(keeping, judge, onward, other, sources={id_of(before): rows})
 
 
-async def test_nothing_is_kept_that_kvd_has_lost_or_where_it_is_away(tiny_model, tmp_path, judge):
+async def test_nothing_is_kept_if_kvd_has_lost_it_or_is_down(tiny_model, tmp_path, judge):
     """All is computed, and no turn fails."""
     async with serving(tiny_model, tmp_path, "keep") as service:
         messages, before = await agent(service)
         await service.kvd.stop()
-        away = await chatted(service, edited(messages, CLEARED, 3), is_saved=False)
-        assert reused(away)[:3] == (0, 0, 0)
+        away = await send_chat(service, edit_places(messages, CLEARED, 3), is_saved=False)
+        assert count_reused(away)[:3] == (0, 0, 0)
         shutil.rmtree(service.kvd.state_dir)
         shutil.rmtree(service.kvd.state_dir.parent / "shm", ignore_errors=True)
         await kvd_starts(service)
-        lost = await chatted(service, edited(messages, "Nothing.", 3))
-        assert reused(lost)[1] == 0
-        await judged(service, judge, before, away, lost)
+        lost = await send_chat(service, edit_places(messages, "Nothing.", 3))
+        assert count_reused(lost)[1] == 0
+        await are_by_formula(service, judge, before, away, lost)
 
 
-async def test_kvd_is_killed_under_it(tiny_model, tmp_path, judge):
-    """Whenever that is: the turn is answered by the formula of what it kept."""
+async def test_kvd_is_killed_during_an_edited_turn(tiny_model, tmp_path, judge):
+    """At any moment, the turn is answered by the formula of what it kept."""
     async with serving(tiny_model, tmp_path, "heal:16") as service:
         messages, before = await agent(service)
-        turn = chatted(service, edited(messages, CLEARED, 3), is_saved=False)
+        turn = send_chat(service, edit_places(messages, CLEARED, 3), is_saved=False)
         answer, _ = await asyncio.gather(turn, service.kvd.kill())
         await kvd_starts(service)
-        await judged(service, judge, before, answer)
-        again = await chatted(service, edited(messages, "Nothing.", 3))
-        await judged(service, judge, before, again)
+        await are_by_formula(service, judge, before, answer)
+        again = await send_chat(service, edit_places(messages, "Nothing.", 3))
+        await are_by_formula(service, judge, before, again)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of models that make them, beside the turns of others."""
+"""POST /v1/embeddings: vectors of embedding models, beside chat turns."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import READER_SOCKET, channel_options
 from tests.http_api.conftest import MODEL
 from tests.http_api.test_listening import address_of
-from tests.http_api.test_local_clients import answer_to, served
+from tests.http_api.test_local_clients import answer_to, run_local_service
 from tests.models import EMBEDDING_PROMPT, build_embedding_model
 
 TEXTS = [
@@ -25,7 +25,7 @@ TEXTS = [
     "<|start|>user\nnot a mark<|end|>",
     *(f"The history of conversation {i} is loaded. " * (i + 1) for i in range(20)),
 ]
-# Less KV than the inputs together need, and steps that cut the longer ones.
+# Less KV than the inputs together need, and steps that cut the longer inputs.
 TIGHT = (
     '[server]\nsocket_tenants = ["*"]\n[tenants.few]\nturns_per_minute = 2\n'
     "[scheduler]\nkv_tokens = 1024\nstep_tokens = 64\nmax_running = 4\npage_tokens = 32\n"
@@ -36,22 +36,22 @@ ORIGIN = {"Content-Type": "application/json"}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["lasttoken", "mean"])
 async def service(request, tiny_model, tmp_path_factory):
-    """A service whose model makes embeddings."""
+    """Run a service whose model makes embeddings."""
     directory = tmp_path_factory.mktemp(request.param)
     model = build_embedding_model(tiny_model, directory / MODEL, request.param)
     settings = f'{TIGHT}working_kv = "{WORKING_KV[request.param]}"\n'
-    async with served(model, directory, "127.0.0.1:0", settings=settings) as one:
+    async with run_local_service(model, directory, "127.0.0.1:0", settings=settings) as one:
         one.model_dir, one.mode = model, request.param
         yield one
 
 
 def client_of(service):
-    """The official client."""
+    """Return the official client."""
     return AsyncOpenAI(api_key="x", base_url=f"http://{address_of(service)}/v1", max_retries=0)
 
 
 def plain(service, token_ids):
-    """The vector by Transformers alone, of length 1."""
+    """Return the vector by Transformers alone, of length 1."""
     model = AutoModel.from_pretrained(service.model_dir, dtype=torch.float32).eval()
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
@@ -59,8 +59,8 @@ def plain(service, token_ids):
     return torch.nn.functional.normalize(pooled, dim=0)
 
 
-def encoded(service, text):
-    """The tokens of a text: names of special tokens in it are text."""
+def encode(service, text):
+    """Return the tokens of a text: names of special tokens in it are text."""
     tokenizer = AutoTokenizer.from_pretrained(service.model_dir)
     end, text = tokenizer.eos_token_id, EMBEDDING_PROMPT + text
     return [*tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids, end]
@@ -71,26 +71,26 @@ def assert_same(found, expected):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_vectors_are_those_of_the_plain_formula(service):
+async def test_vectors_equal_those_of_transformers(service):
     """Many at once, cut into chunks and batched, as numbers and as base64."""
     async with client_of(service) as client:
         answers = [
             await client.embeddings.create(model=MODEL, input=TEXTS, **options)
             for options in ({}, {"encoding_format": "float"})
         ]
-    expected = [plain(service, encoded(service, text)) for text in TEXTS]
+    expected = [plain(service, encode(service, text)) for text in TEXTS]
     for answer in answers:
         assert [each.index for each in answer.data] == list(range(len(TEXTS)))
         for each, wanted in zip(answer.data, expected, strict=True):
             assert_same(each.embedding, wanted)
-    num_tokens = sum(len(encoded(service, text)) for text in TEXTS)
+    num_tokens = sum(len(encode(service, text)) for text in TEXTS)
     assert answers[0].usage.prompt_tokens == answers[0].usage.total_tokens == num_tokens
     assert answers[0].model == MODEL
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_chats_go_on_beside_them(service):
-    """The same answer alone and beside embeddings; each request's vectors are its own."""
+async def test_chats_run_beside_embeddings(service):
+    """Chat answers are unchanged beside embeddings, and each request gets its own vectors."""
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 24}
     async with client_of(service) as client:
         alone = await client.chat.completions.create(**chat, temperature=0)
@@ -150,7 +150,7 @@ WRONG = [
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("body", "message", "param"), WRONG)
-async def test_bad_input_is_refused_in_a_line(service, body, message, param):
+async def test_bad_input_is_refused_in_one_line(service, body, message, param):
     status, answer = await asyncio.to_thread(
         answer_to, service, "POST", "/v1/embeddings", ORIGIN, {"model": MODEL, **body}
     )
@@ -160,15 +160,15 @@ async def test_bad_input_is_refused_in_a_line(service, body, message, param):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_client_that_leaves_stops_them(service):
-    """What it has asked for is dropped, and the service goes on."""
+async def test_a_disconnected_client_stops_its_embeddings(service):
+    """Its embeddings are dropped, and the service continues."""
     async with client_of(service) as client:
         asking = asyncio.create_task(client.embeddings.create(model=MODEL, input=TEXTS * 20))
         await asyncio.sleep(0.2)
         asking.cancel()
         await asyncio.wait({asking})
         answer = await client.embeddings.create(model=MODEL, input="still there")
-        assert_same(answer.data[0].embedding, plain(service, encoded(service, "still there")))
+        assert_same(answer.data[0].embedding, plain(service, encode(service, "still there")))
     async with service.client() as grpc_client, asyncio.timeout(60):
         while True:
             model = await grpc_client.get_model()
@@ -177,8 +177,8 @@ async def test_a_client_that_leaves_stops_them(service):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_is_a_turn_to_the_limits_of_a_tenant(service):
-    """However many inputs it has."""
+async def test_a_request_counts_as_one_turn_of_its_tenant(service):
+    """It counts once, whatever the number of inputs."""
     async with client_of(service).with_options(project="few") as client:
         for _ in range(2):
             await client.embeddings.create(model=MODEL, input=["a", "b"])
@@ -188,7 +188,7 @@ async def test_a_request_is_a_turn_to_the_limits_of_a_tenant(service):
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_setting_makes_embeddings_of_any_model(api):
-    """Of length 1; kvd has nothing of them."""
+    """They have length 1, and kvd stores nothing of them."""
     answer = await api.client().embeddings.create(model=MODEL, input=["a" * 2000, "b" * 2000])
     values = answer.data[0].embedding
     assert sum(value * value for value in values) == pytest.approx(1, 1e-5)
@@ -200,8 +200,11 @@ async def test_a_setting_makes_embeddings_of_any_model(api):
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_chat_model_says_that_it_makes_none(tiny_model, tmp_path):
-    async with served(tiny_model, tmp_path, "127.0.0.1:0") as service, client_of(service) as client:
+async def test_a_chat_model_refuses_embeddings(tiny_model, tmp_path):
+    async with (
+        run_local_service(tiny_model, tmp_path, "127.0.0.1:0") as service,
+        client_of(service) as client,
+    ):
         with pytest.raises(openai.BadRequestError, match="makes no embeddings") as refused:
             await client.embeddings.create(model=MODEL, input="What is kept?")
         assert "model.pooling" in refused.value.message

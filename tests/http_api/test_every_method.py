@@ -1,7 +1,7 @@
-"""Every method of the official clients, as a new user would call it, against the demo's model.
+"""Every method of the official clients, called as by a new user, with the demo's model.
 
-What there is to call is taken from the clients themselves: a method that is neither tried here nor
-of another product of its vendor's is noticed.
+The list of methods comes from the clients themselves: a method that is neither tried here nor part
+of another product of its vendor fails the test.
 """
 
 import inspect
@@ -15,14 +15,14 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from tests.http_api.test_listening import address_of
-from tests.http_api.test_local_clients import served
+from tests.http_api.test_local_clients import run_local_service
 from tests.http_api.walks import ANTHROPIC_WALK, OPENAI_WALK
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DEMO = Path(__file__).parents[2] / "inference_svc" / "demo" / "model"
-# What is another product than a model that answers, by the beginnings of its methods' names.
+# Prefixes of methods of other products than a model that answers.
 ELSEWHERE = {
     "openai": (
         *("admin.", "audio.", "batches.", "beta.agents.", "beta.assistants.", "beta.chatkit."),
@@ -43,14 +43,14 @@ STEPS = {
     vendor: {step.__name__: step for step in walk}
     for vendor, walk in (("openai", OPENAI_WALK), ("anthropic", ANTHROPIC_WALK))
 }
-# Without a request of their own: they read what a vendor has sent, or open a web socket.
+# Without a request of their own: they read a vendor's webhooks, or open a web socket.
 LOCAL = (".unwrap", ".parse_unverified", ".verify_signature", ".connect")
-# What calls a method of its own again and again, or a file on disk first.
+# These call another method again and again, or read a file from disk first.
 HELPERS = ("poll", "wait_for", "upload_file_chunked", "prepare_directory", "for_result", "worker")
 
 
 def methods_of(client):
-    """All methods of a client's resources, by their names."""
+    """Return all methods of a client's resources, by name."""
 
     def walk(at, path):
         for name in sorted(dir(type(at))):
@@ -71,8 +71,8 @@ def methods_of(client):
     ("vendor", "client", "walk"),
     [("openai", AsyncOpenAI, OPENAI_WALK), ("anthropic", AsyncAnthropic, ANTHROPIC_WALK)],
 )
-async def test_no_method_is_missed(vendor, client, walk):
-    """Each is tried here, or of another product; nothing is tried that there is not."""
+async def test_every_method_is_covered(vendor, client, walk):
+    """Each method is tried here or belongs to another product, and every tried one exists."""
     methods = methods_of(client(api_key="any"))
     tried = {name for name in methods if not name.startswith(ELSEWHERE[vendor])}
     named = {name for step in walk for name in step.methods}
@@ -82,29 +82,29 @@ async def test_no_method_is_missed(vendor, client, walk):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def base(tmp_path_factory):
-    """Where the demo's model is served, as `inference-svc serve --openai` does it."""
+    """Return where the demo's model is served, as by `inference-svc serve --openai`."""
     directory = tmp_path_factory.mktemp("walk")
     settings = '[model]\npooling = "mean"\n'
-    async with served(DEMO, directory, "127.0.0.1:0", settings=settings) as service:
+    async with run_local_service(DEMO, directory, "127.0.0.1:0", settings=settings) as service:
         yield f"http://{address_of(service)}"
 
 
 @pytest.mark.parametrize("step", sampled(list(STEPS["openai"]), 12, seed=1))
 async def test_openai(base, step):
-    """It works as the vendor documents it."""
+    """Each method works as the vendor documents it."""
     async with AsyncOpenAI(api_key="any", base_url=f"{base}/v1", max_retries=0) as client:
         await STEPS["openai"][step](client, (await client.models.list()).data[0].id)
 
 
 @pytest.mark.parametrize("step", sampled(list(STEPS["anthropic"]), 5, seed=1))
 async def test_anthropic(base, step):
-    """Likewise."""
+    """Each method works as the vendor documents it."""
     async with AsyncAnthropic(api_key="any", base_url=base, max_retries=0) as client:
         await STEPS["anthropic"][step](client, (await client.models.list()).data[0].id)
 
 
 def dummies(method):
-    """Arguments for what a method demands."""
+    """Return arguments for a method's required parameters."""
     found = {}
     for name, parameter in inspect.signature(method).parameters.items():
         is_taken = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -122,8 +122,8 @@ def dummies(method):
     return found
 
 
-async def called(method):
-    """Call a method as its signature wants; some give what is to be awaited, or entered."""
+async def call_method(method):
+    """Call a method as its signature demands; await or enter the result where needed."""
     result = method(**dummies(method))
     if hasattr(result, "__aenter__") and not inspect.isawaitable(result):
         async with result as stream:
@@ -137,7 +137,7 @@ async def called(method):
 
 @pytest.mark.parametrize("vendor", ["openai", "anthropic"])
 async def test_other_products_are_refused(base, vendor):
-    """Each method in its vendor's words: 404 or 405, and in one line what to do instead."""
+    """404 or 405 in the vendor's form, and one line with the alternative."""
     library = openai if vendor == "openai" else anthropic
     errors = (library.NotFoundError, library.APIStatusError)
     path = "/v1" if vendor == "openai" else ""
@@ -152,11 +152,11 @@ async def test_other_products_are_refused(base, vendor):
             if not name.startswith(ELSEWHERE[vendor]) or is_local:
                 continue
             try:
-                await called(method)
+                await call_method(method)
             except errors as error:
                 refused[name] = error
             except (LookupError, AttributeError, RuntimeError, TypeError, ValueError):
-                unsent.append(name)  # the client itself wants more of it
+                unsent.append(name)  # the client itself demands more
             else:
                 raise AssertionError(f"{name} was answered")
     assert len(refused) > 150

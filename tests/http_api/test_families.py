@@ -1,6 +1,6 @@
-"""Models of several families that call a tool by themselves, each in its own way.
+"""Models of several families that call tools unprompted, each in its own format.
 
-Each is served for real, and says the same whatever it is asked.
+Each is served for real, and always gives the same answer.
 """
 
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from inference_svc.core.tools.formats import DEEPSEEK_MARKS
 from tests.http_api.test_listening import local_client
-from tests.http_api.test_tools import CHAT_TOOLS, TOOLS, answered
+from tests.http_api.test_tools import CHAT_TOOLS, TOOLS, return_results
 from tests.inference_processes import InferenceProcess
 from tests.sampled import sampled
 from tests.scripted_model import build_scripted_model, last_of_prompt
@@ -42,8 +42,8 @@ TOLD = ["It is ", "a word."]
 
 
 @pytest.mark.parametrize("name", sampled(list(ANSWERS), 2, seed=1, always=("qwen", "gpt_oss")))
-async def test_a_model_calls_in_the_way_of_its_family(short_dir, name):
-    """Streamed as well as whole, in chats and responses; what was returned goes on in a session."""
+async def test_a_model_calls_in_the_format_of_its_family(short_dir, name):
+    """Streamed and whole, in chats and responses; the result continues the session."""
     family, pieces = FAMILIES[name], ANSWERS[name]
     tokenizer = tokenizer_of(family)
     script = {last_of_prompt(tokenizer): pieces}
@@ -65,7 +65,7 @@ async def test_a_model_calls_in_the_way_of_its_family(short_dir, name):
             {"word": "tüür", "depth": 2},
         )
         second = await client.chat.completions.create(
-            messages=answered(said, choice.message), **options
+            messages=return_results(said, choice.message), **options
         )
         assert second.model_extra["session_id"] == first.model_extra["session_id"]
         told = second.choices[0].message

@@ -1,4 +1,4 @@
-"""Answers by a grammar, by the official clients: whatever the model is, what it says fits."""
+"""Answers by a grammar, by the official clients: any model's answer matches."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from tests.http_api.conftest import CLIENTS, MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG = 200  # tokens: enough for what is asked here
+LONG = 200  # tokens: enough for the requests here
 ASKED = [{"role": "user", "content": "Which is it?"}]
 
 
 class Weather(BaseModel):
-    """What a client asks for; bounded, so that any model comes to an end."""
+    """A client's schema; bounded, so that any model's answer ends."""
 
     kind: Literal["sun", "rain", "snow"]
     degrees: Literal[-5, 0, 25]
@@ -46,7 +46,7 @@ SCHEMA = {
 
 
 async def test_a_chat_is_parsed_into_a_class(api):
-    """Greedy, drawn, several at once; a stop string does not cut it."""
+    """Greedy, sampled and several at once; a stop string does not cut it."""
     async with api.client() as client:
         parse = client.chat.completions.parse
         options = {
@@ -59,6 +59,7 @@ async def test_a_chat_is_parsed_into_a_class(api):
             await parse(**options),
             await parse(**options, temperature=2, seed=1, n=3, stop=['"', "}"]),
         ]
+    assert [len(answer.choices) for answer in answers] == [1, 3]
     for answer in answers:
         for choice in answer.choices:
             assert isinstance(choice.message.parsed, Weather)
@@ -66,7 +67,7 @@ async def test_a_chat_is_parsed_into_a_class(api):
 
 
 async def test_a_stream_adds_up_to_a_document(api):
-    """Any JSON object, or one by a schema; the conversation goes on behind it."""
+    """Any JSON object or one by a schema; the conversation continues after it."""
     form = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}
     async with api.client() as client:
         create = client.chat.completions.create
@@ -82,8 +83,8 @@ async def test_a_stream_adds_up_to_a_document(api):
     assert going_on.usage.prompt_tokens_details.cached_tokens > 0
 
 
-async def test_an_object_begins_as_one(api):
-    """Of which nothing else is known; it may be cut by the bound of tokens alone."""
+async def test_an_object_begins_with_a_brace(api):
+    """Nothing else is known about it; only the token limit may cut it."""
     async with api.client() as client:
         answer = await client.chat.completions.create(
             model=MODEL, messages=ASKED, max_tokens=8, response_format={"type": "json_object"}
@@ -94,7 +95,7 @@ async def test_an_object_begins_as_one(api):
 
 
 async def test_a_response_repeats_its_format(api):
-    """And is parsed, too; so it is when it is read again."""
+    """The response is parsed, also when it is retrieved."""
     async with api.client() as client:
         response = await client.responses.parse(
             model=MODEL, input="Which is it?", max_output_tokens=LONG, text_format=Weather
@@ -107,7 +108,7 @@ async def test_a_response_repeats_its_format(api):
 
 
 async def test_a_message_has_its_schema_in_its_output(api):
-    """Anthropic's."""
+    """This is Anthropic's parameter."""
     url = api.url.removesuffix("/v1")
     form = {"type": "json_schema", "schema": SCHEMA}
     options = {"model": MODEL, "messages": ASKED, "max_tokens": LONG}
@@ -129,8 +130,8 @@ async def test_a_message_has_its_schema_in_its_output(api):
         ({"json": {"enum": [1, 2]}}, "1|2"),
     ],
 )
-async def test_a_completion_has_other_grammars(api, given, fits):
-    """vLLM's; so has a chat."""
+async def test_completions_and_chats_take_other_grammars(api, given, fits):
+    """vLLM's parameters work in completions and chats."""
     extra = {"structured_outputs": given}
     async with api.client() as client:
         options = {"model": MODEL, "max_tokens": LONG, "temperature": 1.5, "seed": 3}
@@ -176,8 +177,8 @@ async def test_a_completion_has_other_grammars(api, given, fits):
         ),
     ],
 )
-async def test_what_cannot_be_kept_to_is_refused(api, options, said):
-    """With what is wrong; no turn is begun."""
+async def test_unsupported_grammars_are_refused(api, options, said):
+    """The error has the reason; no turn starts."""
     before = await api.counter("turns_finished")
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError, match=said):
@@ -188,7 +189,7 @@ async def test_what_cannot_be_kept_to_is_refused(api, options, said):
 
 
 async def test_grammars_by_grpc(api):
-    """The same, from the same place."""
+    """They give the same answers as by HTTP."""
     async with api.service.client() as client:
         for grammar, fits in (
             (pb.Grammar(json_schema='{"enum": ["a", "b"]}'), '"a"|"b"'),

@@ -1,4 +1,4 @@
-"""Clients that lie, dawdle or shout learn nothing, cost little and disturb nobody."""
+"""Hostile HTTP clients learn nothing, cost little and disturb no other client."""
 
 import asyncio
 import gzip
@@ -21,7 +21,7 @@ ANSWER_S = 60.0
 
 
 class Wire:
-    """One connection, byte by byte."""
+    """One raw connection."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -31,7 +31,7 @@ class Wire:
         await self.writer.drain()
 
     async def answer(self):
-        """Status, headers and JSON body of the next response."""
+        """Return status, headers and JSON body of the next response."""
         async with asyncio.timeout(ANSWER_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             status, *lines = head.strip().split("\r\n")
@@ -41,7 +41,7 @@ class Wire:
 
 
 @asynccontextmanager
-async def connected(api):
+async def connect(api):
     reader, writer = await asyncio.open_connection(*api.address)
     try:
         yield Wire(reader, writer)
@@ -50,7 +50,7 @@ async def connected(api):
 
 
 def head(*lines, method="POST", path=CHATS, length=None):
-    """A request up to its body."""
+    """Return a request without its body."""
     rows = [f"{method} {path} HTTP/1.1", "Host: here", *lines]
     if length is not None:
         rows.append(f"Content-Length: {length}")
@@ -58,15 +58,15 @@ def head(*lines, method="POST", path=CHATS, length=None):
 
 
 async def refusal_of(api, *lines, body=b"", method="POST", path=CHATS):
-    """The status and the error object of one request."""
-    async with connected(api) as wire:
+    """Return status and error object of one request."""
+    async with connect(api) as wire:
         await wire.send(head(*lines, method=method, path=path, length=len(body)) + body)
         status, _, answer = await wire.answer()
     return status, answer["error"]
 
 
 async def is_served(api, opening):
-    """Whether somebody else gets an answer meanwhile."""
+    """Whether another client gets an answer meanwhile."""
     async with api.client("globex") as client:
         answer = await client.chat.completions.create(
             model=MODEL, messages=opening, max_tokens=2, extra_body={"ignore_eos": True}
@@ -75,12 +75,12 @@ async def is_served(api, opening):
 
 
 @pytest.mark.parametrize("name", ["nobody", ""])
-async def test_a_stranger_is_refused_before_anything_is_read(api, name):
-    """Every path says the same, and no body is waited for."""
+async def test_a_client_without_a_token_is_refused_before_its_body_is_read(api, name):
+    """Every path has the same answer, and the service waits for no body."""
     paths = (CHATS, "/v1/responses", "/v1/responses/resp_1", "/v1/models", "/v1/nowhere", "/")
     methods = ("POST", "POST", "GET", "GET", "GET", "DELETE")
     for method, path in zip(methods, paths, strict=True):
-        async with connected(api) as wire:
+        async with connect(api) as wire:
             authorization = [f"Authorization: Bearer {name}"] if name else []
             await wire.send(head(*authorization, method=method, path=path, length=MAX_BODY))
             status, headers, answer = await wire.answer()
@@ -90,8 +90,8 @@ async def test_a_stranger_is_refused_before_anything_is_read(api, name):
         assert headers["server"] == "inference-svc"
 
 
-async def test_a_client_has_its_tenants_and_its_role(api, opening):
-    """Another tenant and another role are refused; among its own it names one."""
+async def test_a_client_is_limited_to_its_tenants_and_role(api, opening):
+    """Other tenants and roles are refused; with several tenants the client names one."""
     messages = [{"role": "user", "content": opening[0]["content"][:40]}]
     options = {"model": MODEL, "messages": messages, "max_tokens": 2}
     for name, project in (("acme", "globex"), ("gateway", "small"), ("monitor", "acme")):
@@ -107,7 +107,7 @@ async def test_a_client_has_its_tenants_and_its_role(api, opening):
 
 
 async def test_tenants_do_not_share_histories(api, opening):
-    """The same conversation of two tenants is two, and neither has the other's KV."""
+    """The same conversation of two tenants is two, and neither uses the other's KV."""
     options = {"model": MODEL, "max_tokens": 8}
     async with api.client("acme") as acme, api.client("globex") as globex:
         first = await acme.chat.completions.create(messages=opening, **options)
@@ -131,8 +131,8 @@ async def test_tenants_do_not_share_histories(api, opening):
         ("PATCH", CHATS, 405, "method_not_allowed"),
     ],
 )
-async def test_wrong_addresses(api, method, path, status, code):
-    """The error object says what there is."""
+async def test_unknown_paths_are_refused(api, method, path, status, code):
+    """The error object lists what exists."""
     found, error = await refusal_of(api, ACME, method=method, path=path)
     assert (found, error["code"]) == (status, code)
     assert error["message"]
@@ -156,8 +156,8 @@ async def test_wrong_addresses(api, method, path, status, code):
     ],
     ids=["empty", "deep", "deeper", "type", "tools", "model", "no-text", "path", "no-utf8"],
 )
-async def test_bodies_that_are_off(api, body, code):
-    """They cost one error object."""
+async def test_bad_bodies_are_refused(api, body, code):
+    """Each gets one error object."""
     status, error = await refusal_of(api, ACME, body=body)
     assert (status, error["code"]) == (404 if code == "model_not_found" else 400, code)
 
@@ -166,14 +166,14 @@ async def test_bodies_that_are_off(api, body, code):
 @pytest.mark.parametrize(
     "value", [b"\xff\xfe", "é".encode(), b"x" * 300], ids=["byte", "e", "long"]
 )
-async def test_headers_that_are_off(api, name, value):
-    """They are named, to a client that may name any tenant, too."""
+async def test_bad_headers_are_refused(api, name, value):
+    """The error names them, also for a client that may name any tenant."""
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}'
     gateway = f"Authorization: Bearer {CLIENTS['gateway']}"
     request = head(gateway, "HERE", length=len(body)).replace(
         b"HERE", name.encode() + b": " + value
     )
-    async with connected(api) as wire:
+    async with connect(api) as wire:
         await wire.send(request + body)
         status, _, answer = await wire.answer()
     assert (status, answer["error"]["code"]) == (400, "invalid_value")
@@ -181,11 +181,11 @@ async def test_headers_that_are_off(api, name, value):
 
 
 async def test_a_body_that_is_too_large_is_not_read(api, opening):
-    """Whether it says so, comes in chunks, or hides in a compressed one."""
+    """By its length, in chunks, or after decompression."""
     too_large = b"x" * (MAX_BODY + 1)
     status, error = await refusal_of(api, ACME, body=too_large)
     assert (status, error["code"]) == (413, "request_too_large")
-    async with connected(api) as wire:
+    async with connect(api) as wire:
         await wire.send(head(ACME, "Transfer-Encoding: chunked"))
         for _ in range(4):
             await wire.send(b"%x\r\n%s\r\n" % (MAX_BODY // 2, b"x" * (MAX_BODY // 2)))
@@ -197,11 +197,11 @@ async def test_a_body_that_is_too_large_is_not_read(api, opening):
     assert await is_served(api, opening)
 
 
-async def test_a_body_that_would_be_too_large_is_not_waited_for(api):
-    """What the headers say is enough: it is refused at once, for good, and nothing more is read."""
+async def test_a_body_declared_too_large_is_refused_at_once(api):
+    """The headers suffice: refused at once and finally, and no more is read."""
 
     async def refused(*expects):
-        async with connected(api) as wire:
+        async with connect(api) as wire:
             await wire.send(head(ACME, *expects, length=5_000_000_000))
             status, headers, answer = await wire.answer()
             async with asyncio.timeout(ANSWER_S):
@@ -213,15 +213,15 @@ async def test_a_body_that_would_be_too_large_is_not_waited_for(api):
     await asyncio.gather(refused(), refused("Expect: 100-continue"))
 
 
-async def test_leave_to_send_a_body(api):
-    """It is given to who may send one, not to strangers; what else is expected is refused."""
+async def test_expect_continue_is_answered_for_authorised_clients_only(api):
+    """100 Continue goes only to authorised clients; other expectations are refused."""
     body = b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}'
     for authorization, expected, found in (
         (ACME, "100-continue", b" 100 "),
         ("Authorization: Bearer nobody", "100-continue", b" 401 "),
         (ACME, "miracles", b" 417 "),
     ):
-        async with connected(api) as wire:
+        async with connect(api) as wire:
             await wire.send(head(authorization, f"Expect: {expected}", length=len(body)))
             async with asyncio.timeout(ANSWER_S):
                 line = await wire.reader.readline()
@@ -233,9 +233,9 @@ async def test_leave_to_send_a_body(api):
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-async def test_chunks_that_are_broken(api, is_awaited):
-    """They cost a refusal, whether somebody waits for them or not, and are in no log."""
-    async with connected(api) as wire:
+async def test_broken_chunks_are_refused(api, is_awaited):
+    """They are refused, whether the client waits or not, and are not logged."""
+    async with connect(api) as wire:
         chunked, broken = "Transfer-Encoding: chunked", b"4\r\n{ SESAME-IN-A-CHUNK\r\n"
         async with asyncio.timeout(ANSWER_S):
             if is_awaited:
@@ -252,12 +252,12 @@ async def test_chunks_that_are_broken(api, is_awaited):
     assert "Traceback" not in log
 
 
-async def test_one_client_has_all_places(api):
-    """As many of its bodies as there are places may be on their way: each is read and answered."""
+async def test_one_client_may_use_all_places(api):
+    """Its bodies may use all places at once: each is read and answered."""
     body = b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}'
     request = head(ACME, "Expect: 100-continue", length=len(body))
     async with AsyncExitStack() as stack:
-        wires = [await stack.enter_async_context(connected(api)) for _ in range(MAX_REQUESTS)]
+        wires = [await stack.enter_async_context(connect(api)) for _ in range(MAX_REQUESTS)]
         for wire in wires:
             await wire.send(request)
         for wire in wires:
@@ -271,10 +271,10 @@ async def test_one_client_has_all_places(api):
     }
 
 
-async def test_bodies_that_do_not_come(api, opening):
-    """They hold a place for as long as they may; who finds none is given a time to come back."""
+async def test_stalled_bodies_lose_their_places(api, opening):
+    """A stalled body holds a place only for its time limit; others get a time to retry."""
     async with AsyncExitStack() as stack:
-        wires = [await stack.enter_async_context(connected(api)) for _ in range(3 * MAX_REQUESTS)]
+        wires = [await stack.enter_async_context(connect(api)) for _ in range(3 * MAX_REQUESTS)]
         for wire in wires:
             await wire.send(head(ACME, length=1000) + b"{")
         answers = [await wire.answer() for wire in wires]
@@ -285,10 +285,10 @@ async def test_bodies_that_do_not_come(api, opening):
     assert await is_served(api, opening)
 
 
-async def test_one_clients_bodies_leave_places_for_others(api, opening):
-    """One that waits for its body loses its place to another client's request, and is refused."""
+async def test_one_clients_bodies_leave_places_for_other_clients(api, opening):
+    """A stalled body loses its place to another client's request, and is refused."""
     async with AsyncExitStack() as stack:
-        wires = [await stack.enter_async_context(connected(api)) for _ in range(MAX_REQUESTS)]
+        wires = [await stack.enter_async_context(connect(api)) for _ in range(MAX_REQUESTS)]
         for wire in wires:
             await wire.send(head(ACME, length=1000) + b"{")
         assert await is_served(api, opening)
@@ -300,9 +300,9 @@ async def test_one_clients_bodies_leave_places_for_others(api, opening):
 
 
 async def test_idle_and_half_closed_connections(api, opening):
-    """Hundreds that say nothing, half a header, or no more, disturb nobody."""
+    """Hundreds of silent or half-open connections disturb no client."""
     async with AsyncExitStack() as stack:
-        wires = [await stack.enter_async_context(connected(api)) for _ in range(200)]
+        wires = [await stack.enter_async_context(connect(api)) for _ in range(200)]
         for wire in wires[:50]:
             await wire.send(b"POST /v1/chat/comple")
         for wire in wires[50:100]:
@@ -311,12 +311,12 @@ async def test_idle_and_half_closed_connections(api, opening):
         assert await is_served(api, opening)
         for wire in wires[50:100]:
             async with asyncio.timeout(ANSWER_S):
-                await wire.reader.read()  # closed, whether with an answer or not
+                await wire.reader.read()  # closed, with an answer or not
     assert await is_served(api, opening)
 
 
-async def test_no_http_at_all(api, opening):
-    """Noise is answered with 400 or nothing, and the connection is closed."""
+async def test_input_that_is_no_http_is_refused(api, opening):
+    """Noise gets 400 or nothing, and the connection is closed."""
     noises = [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"\x00" * 5000,
@@ -326,7 +326,7 @@ async def test_no_http_at_all(api, opening):
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
     ]
     for noise in noises:
-        async with connected(api) as wire:
+        async with connect(api) as wire:
             await wire.send(noise)
             wire.writer.write_eof()
             async with asyncio.timeout(ANSWER_S):
@@ -336,8 +336,8 @@ async def test_no_http_at_all(api, opening):
     assert await is_served(api, opening)
 
 
-async def test_a_tenant_over_its_rate_is_told_when_to_come_back(api, opening):
-    """Its refusals are its own: others are served."""
+async def test_a_tenant_over_its_rate_gets_a_time_to_retry(api, opening):
+    """Its refusals have a time to retry; other tenants are served."""
     options = {"model": MODEL, "messages": opening, "max_tokens": 2}
     async with api.client("slow") as client:
         for _ in range(TURNS_PER_MINUTE):
@@ -349,8 +349,8 @@ async def test_a_tenant_over_its_rate_is_told_when_to_come_back(api, opening):
     assert await is_served(api, opening)
 
 
-async def test_tokens_are_in_no_log(api):
-    """Neither right ones nor wrong ones."""
+async def test_tokens_are_never_logged(api):
+    """Neither valid nor invalid ones."""
     await refusal_of(api, "Authorization: Bearer a-guess-0123456789abcdef")
     log = api.service.log_path.read_text()
     assert "openai_ready" in log

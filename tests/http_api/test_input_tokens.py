@@ -1,4 +1,4 @@
-"""POST /v1/responses/input_tokens: what is counted is what a response then reads."""
+"""POST /v1/responses/input_tokens: the count equals what a response then reads."""
 
 import openai
 import pytest
@@ -11,7 +11,7 @@ TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "pr
 
 
 async def read(client, **asked):
-    """How many tokens a response reads, as it says itself."""
+    """Return how many tokens a response reads, by its usage."""
     answer = await client.responses.create(model=MODEL, max_output_tokens=4, **asked)
     return answer, answer.usage.input_tokens
 
@@ -20,8 +20,8 @@ async def count(client, **asked):
     return (await client.responses.input_tokens.count(**asked)).input_tokens
 
 
-async def test_an_input_that_begins(api, opening):
-    """With instructions and tools; the model need not be named."""
+async def test_an_input_without_history(api, opening):
+    """With instructions and tools; the model may be left out."""
     async with api.client() as client:
         for more in ({}, {"instructions": "Be brief."}, {"tools": [TOOL]}):
             _, num_read = await read(client, input=opening, **more)
@@ -30,7 +30,7 @@ async def test_an_input_that_begins(api, opening):
 
 
 async def test_an_input_that_follows_a_response(api, opening):
-    """Also one in the middle of its session."""
+    """The response may be in the middle of its session."""
     async with api.client() as client:
         first, _ = await read(client, input=opening)
         asked = {"input": "And then?", "previous_response_id": first.id}
@@ -42,7 +42,7 @@ async def test_an_input_that_follows_a_response(api, opening):
 
 
 async def test_an_input_of_a_conversation(api, opening):
-    """Items that were added are read, too."""
+    """Added items are counted, too."""
     async with api.client() as client:
         talk = await client.conversations.create(items=opening)
         for question in ("What is kept?", "And then?"):
@@ -52,7 +52,7 @@ async def test_an_input_of_a_conversation(api, opening):
             assert counted == num_read
 
 
-async def test_what_is_not_there_is_refused(api, opening):
+async def test_unknown_responses_and_conversations_are_refused(api, opening):
     async with api.client() as client:
         for wrong in ({"previous_response_id": "resp_none"}, {"conversation": "conv_none"}):
             with pytest.raises(openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""Where the API listens: TLS with certificates, a Unix socket, or nowhere."""
+"""Addresses of the API: TLS with client certificates, a Unix socket, or none."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ tenants = ["research"]
 
 
 def service_with(model_dir, directory, settings):
-    """A service with these settings, without kvd."""
+    """Run a service with these settings, without kvd."""
     path = directory / "inference-svc.toml"
     path.write_text(settings)
     return InferenceProcess(model_dir, directory, None, ["--config", str(path)])
@@ -48,14 +48,14 @@ def address_of(service):
 
 
 def local_client(path):
-    """A client that comes by a socket."""
+    """Return a client that uses a socket."""
     transport = httpx2.AsyncHTTPTransport(uds=str(path))
     http = httpx2.AsyncClient(transport=transport)
     return AsyncOpenAI(api_key="anything", base_url="http://localhost/v1", http_client=http)
 
 
-async def test_a_certificate_says_who_comes(tiny_model, short_dir):
-    """A certificate has to have a client's name, and the right authority's signature."""
+async def test_a_certificate_identifies_its_client(tiny_model, short_dir):
+    """It needs a configured client's name and the right authority's signature."""
     authority, other = Authority(short_dir), Authority(short_dir, "other")
     server = authority.issue("server", "127.0.0.1")
     known = authority.issue("known", "notebook.example")
@@ -81,7 +81,7 @@ async def test_a_certificate_says_who_comes(tiny_model, short_dir):
                 await notebook.models.list()
         async with service.client() as grpc_client:
             session = answer.model_extra["session_id"]
-            with pytest.raises(DeniedError):  # the socket is not its
+            with pytest.raises(DeniedError):  # the socket belongs to another
                 await grpc_client.get_session(session, tenant="research")
         async with client(nobody) as stranger:
             with pytest.raises(openai.AuthenticationError):
@@ -93,7 +93,7 @@ async def test_a_certificate_says_who_comes(tiny_model, short_dir):
 
 
 async def test_a_unix_socket_has_its_mode_and_the_default_tenant(tiny_model, short_dir):
-    """Whoever may open it is served, whatever key it sends; it is gone with the service."""
+    """Everyone who may open it is served, with any key; it is removed with the service."""
     path = short_dir / "openai.sock"
     async with service_with(
         tiny_model, short_dir, f'[openai]\nlisten = "unix:{path}"\n'
@@ -107,7 +107,7 @@ async def test_a_unix_socket_has_its_mode_and_the_default_tenant(tiny_model, sho
 
 
 async def test_a_socket_beside_a_port(tiny_model, short_dir):
-    """The socket asks nothing and the port for a token: each has its own tenant."""
+    """The socket needs no account and the port a token: each has its own tenant."""
     path, token = short_dir / "openai.sock", "kvt_" + "a" * 40
     settings = (
         f'[openai]\nlisten = ["unix:{path}", "127.0.0.1:0"]\n'
@@ -134,7 +134,7 @@ async def test_a_socket_beside_a_port(tiny_model, short_dir):
 
 @pytest.mark.long
 async def test_an_address_in_use_refuses_the_start(tiny_model, short_dir):
-    """In one line that names it and the remedy."""
+    """One line names the address and the remedy."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     settings = TLS.format(server=Authority(short_dir).issue("server", "127.0.0.1"), ca="")
@@ -152,7 +152,7 @@ async def test_an_address_in_use_refuses_the_start(tiny_model, short_dir):
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:8000", "0.0.0.0:8000", "[::1]:8000"])
 def test_a_port_without_clients_is_refused(tmp_path, listen):
-    """Nobody could say who they are, on the loopback neither."""
+    """On the loopback interface, too: clients could not identify themselves."""
     path = tmp_path / "settings.toml"
     path.write_text(f'[openai]\nlisten = "{listen}"\n')
     with pytest.raises(UnguardedError, match="8000"):

@@ -1,4 +1,4 @@
-"""openai.local_clients: who is on this machine needs no account; pages from elsewhere stay out."""
+"""openai.local_clients: local clients need no account; pages of other sites are refused."""
 
 import http.client
 import json
@@ -18,8 +18,8 @@ from tests.inference_processes import InferenceProcess
 TOKEN = "kvt_" + "b" * 40
 
 
-def served(tiny_model, directory, *addresses, settings=""):
-    """A service as `inference-svc serve --openai ADDRESS` starts it."""
+def run_local_service(tiny_model, directory, *addresses, settings=""):
+    """Run a service as `inference-svc serve --openai ADDRESS` does."""
     path = directory / "inference-svc.toml"
     path.write_text(settings)
     flags = ["--config", str(path)]
@@ -33,12 +33,14 @@ async def service(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("local")
     socket = f"unix:{directory}/openai.sock"
     settings = '[openai]\ncors_origins = ["https://chat.example"]\n'
-    async with served(tiny_model, directory, socket, "127.0.0.1:0", settings=settings) as one:
+    async with run_local_service(
+        tiny_model, directory, socket, "127.0.0.1:0", settings=settings
+    ) as one:
         yield one
 
 
 def answer_to(service, method, path, headers, body=None):
-    """What a browser would get: status and body."""
+    """Return what a browser would get: status and body."""
     host, _, port = address_of(service).rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     try:
@@ -52,7 +54,7 @@ def answer_to(service, method, path, headers, body=None):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_account_is_needed(service):
-    """Whatever key a client sends, or none; the socket of gRPC finds the sessions."""
+    """With any key or none; the sessions are visible by the gRPC socket."""
     base = f"http://{address_of(service)}/v1"
     for key, options in (("sk-anything", {}), ("", NO_KEY), ("kvt_" + "c" * 40, {})):
         async with AsyncOpenAI(api_key=key or "x", base_url=base, max_retries=0) as client:
@@ -62,8 +64,8 @@ async def test_no_account_is_needed(service):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_not_stored_is_gone_on_with(service):
-    """As agents ask for it, which keep conversations themselves: by its id it is not there."""
+async def test_an_answer_that_is_not_stored_can_be_continued(service):
+    """Agents that keep conversations themselves use it; its id is not found."""
     said = [{"role": "user", "content": "What is kept? " * 40}]
     options = {"model": MODEL, "store": False, "max_output_tokens": 8}
     async with local_client(service.log_path.parent / "openai.sock") as client:
@@ -76,8 +78,8 @@ async def test_what_is_not_stored_is_gone_on_with(service):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_log_warns_of_it_once(service):
-    """With the ports only: a socket has its group."""
+async def test_the_log_warns_once(service):
+    """Only for ports: a socket has its group."""
     lines = [line for line in service.log_path.read_text().splitlines() if "no_account" in line]
     (warned,) = map(json.loads, lines)
     assert (warned["level"], warned["listen"]) == ("warning", [address_of(service)])
@@ -96,16 +98,16 @@ async def test_the_log_warns_of_it_once(service):
     ids=str,
 )
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("OPTIONS", "/v1/models")])
-def test_a_page_of_a_browser_does_not_get_in(service, method, path, headers):
-    """By DNS rebinding, or across sites: refused before anything of a body is read."""
+def test_pages_of_other_sites_are_refused(service, method, path, headers):
+    """DNS rebinding and cross-site requests are refused before the body is read."""
     status, body = answer_to(service, method, path, headers)
     assert status == 403
     assert (body["error"]["type"], body["error"]["code"]) == ("permission_error", "not_local")
     assert "127.0.0.1 or localhost" in body["error"]["message"]
 
 
-def test_a_page_from_elsewhere_has_nothing_computed(service):
-    """What it posts is no turn; a page of this machine's own may post, and one that is named."""
+def test_pages_of_other_sites_start_no_turns(service):
+    """Its posts are no turns; a local page may post, and so may a configured origin."""
     pages = ("https://evil.example", 403), ("http://localhost:3000", 200)
     for origin, status in (*pages, ("https://chat.example", 200), ("https://chat.example:1", 403)):
         headers = {"Origin": origin, "Content-Type": "text/plain"}
@@ -114,7 +116,7 @@ def test_a_page_from_elsewhere_has_nothing_computed(service):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_unix_socket_takes_any_host(service):
-    """No page reaches one."""
+    """No page can reach a socket."""
     async with local_client(service.log_path.parent / "openai.sock") as client:
         listed = await client.with_options(
             default_headers={"Host": "evil.example", "Origin": "https://evil.example"}
@@ -122,10 +124,10 @@ async def test_a_unix_socket_takes_any_host(service):
     assert [model.id for model in listed.data] == [MODEL]
 
 
-async def test_with_clients_a_token_is_demanded(tiny_model, short_dir):
-    """As ever, and nothing is warned of; hosts and pages do not count then."""
+async def test_with_clients_a_token_is_required(tiny_model, short_dir):
+    """Without a warning; hosts and origins do not matter then."""
     clients = f'[clients.web]\ntoken_sha256 = ["{token_digest(TOKEN)}"]\ntenants = ["acme"]\n'
-    async with served(tiny_model, short_dir, "127.0.0.1:0", settings=clients) as service:
+    async with run_local_service(tiny_model, short_dir, "127.0.0.1:0", settings=clients) as service:
         base = f"http://{address_of(service)}/v1"
         headers = {"Host": "behind.example", "Origin": "https://behind.example"}
         async with AsyncOpenAI(
@@ -141,8 +143,8 @@ async def test_with_clients_a_token_is_demanded(tiny_model, short_dir):
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:8000", "10.0.0.1:8000", "[::]:8000", "gpu7:8000"])
 @pytest.mark.parametrize("clients", [{}, {"clients.a.tenants": ("a",)}], ids=["nobody", "clients"])
-def test_other_ports_than_the_loopbacks_are_refused(listen, clients):
-    """With clients, too: a reload may take them away. In one line that names the remedy."""
+def test_addresses_off_the_loopback_are_refused(listen, clients):
+    """With clients, too, since a reload may remove them. One line names the remedy."""
     if clients:
         clients |= {"clients.a.token_sha256": ("0" * 64,)}
     flags = {"openai.listen": ["127.0.0.1:1", listen], "openai.local_clients": True, **clients}
@@ -153,14 +155,14 @@ def test_other_ports_than_the_loopbacks_are_refused(listen, clients):
     assert "\n" not in str(refused.value)
 
 
-def test_grpc_is_not_opened_by_it():
-    """The setting is OpenAI's API's."""
+def test_it_does_not_permit_unguarded_grpc():
+    """The setting applies to OpenAI's API only."""
     flags = {"openai.local_clients": True, "server.listen": ["127.0.0.1:1"]}
     with pytest.raises(UnguardedError, match=r"127\.0\.0\.1:1"):
         load_inference_settings(None, flags)
 
 
-def test_who_wants_a_loopback_port_is_told_of_it():
-    """The first thing that one tries, without clients."""
+def test_the_error_of_a_loopback_port_names_the_setting():
+    """Without clients, the error of a loopback port names the setting."""
     with pytest.raises(UnguardedError, match=r"or set openai\.local_clients"):
         load_inference_settings(None, {"openai.listen": ["localhost:8000"]})

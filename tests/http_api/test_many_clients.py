@@ -1,24 +1,24 @@
-"""Many clients at once, while kvd is killed: the official client, honouring hints, gets answers."""
+"""Many clients at once while kvd is killed: clients that retry as hinted all get answers."""
 
 import asyncio
 import uuid
 
 import pytest
 
-from tests.http_api.conftest import MODEL, said
+from tests.http_api.conftest import MODEL, next_messages
 from tests.inference_processes import wait_kvd_state
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NUM_TURNS = 3
-RETRIES = 50  # each after as long as the service says
+RETRIES = 50  # each after the delay that the service names
 
 
 @pytest.mark.parametrize(
     "num_clients", [8, pytest.param(100, marks=pytest.mark.long)], ids=["few", "many"]
 )
 async def test_every_conversation_is_answered_in_its_session(api, num_clients):
-    """More requests than places, kvd gone in the middle: none fails, none meets another."""
+    """More requests than places, and kvd killed midway: none fails, none meets another."""
     arrived = asyncio.Semaphore(0)
 
     async def converse(client, number):
@@ -31,7 +31,7 @@ async def test_every_conversation_is_answered_in_its_session(api, num_clients):
             )
             assert answer.usage.completion_tokens == 4
             sessions.add(answer.model_extra["session_id"])
-            messages = said(messages, answer.choices[0].message.content, f"{turn}?")
+            messages = next_messages(messages, answer.choices[0].message.content, f"{turn}?")
             arrived.release()
         return sessions
 
@@ -42,7 +42,8 @@ async def test_every_conversation_is_answered_in_its_session(api, num_clients):
             await api.kvd.kill()
             await wait_kvd_state(client, "detached")
             await api.kvd.start()
-            await wait_kvd_state(client, "attached")  # else the next test's turns are not saved
+            # otherwise the next test's turns would not be saved
+            await wait_kvd_state(client, "attached")
 
     async with api.client(max_retries=RETRIES) as client:
         talks = [converse(client, number) for number in range(num_clients)]

@@ -18,7 +18,7 @@ WORDS = {
     "type": "object",
     "properties": {"word": {"enum": ["KV", "SSD"]}},
     "required": ["word"],
-    "additionalProperties": False,  # the model is a random one: it would say anything there
+    "additionalProperties": False,  # the model is random: its text has no meaning
 }
 LOOK_UP = {"name": "look_up", "description": "Look a word up.", "input_schema": WORDS}
 WAIT = {"name": "wait", "input_schema": {"type": "object", "additionalProperties": False}}
@@ -27,45 +27,45 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word"
 
 
 def client_of(api, name="acme", **options):
-    """The official client; it does not try again."""
+    """Return the official client, without retries."""
     url = api.url.removesuffix("/v1")
     return AsyncAnthropic(api_key=CLIENTS.get(name, name), base_url=url, max_retries=0, **options)
 
 
 def prompt_of(opening):
-    """The same conversation in Anthropic's words."""
+    """Return the same conversation in Anthropic's form."""
     system, question = opening
     return {"system": system["content"], "messages": [question]}
 
 
 def going_on(prompt, message, question="And then?"):
-    """The conversation with an answer, as the client has it, and the next question."""
+    """Return the conversation as the client has it, with the answer and the next question."""
     said = [message.to_param(), {"role": "user", "content": question}]
     return {**prompt, "messages": [*prompt["messages"], *said]}
 
 
-def asked(prompt, **options):
-    """A greedy answer of its full length."""
+def request_of(prompt, **options):
+    """Request a greedy answer of its full length."""
     extra_body = {"ignore_eos": True, "temperature": 0, **options.pop("extra_body", {})}
     return {"model": MODEL, "max_tokens": LENGTH, **prompt, "extra_body": extra_body, **options}
 
 
 async def ask(client, prompt, **options):
-    return await client.messages.create(**asked(prompt, **options))
+    return await client.messages.create(**request_of(prompt, **options))
 
 
 def text_of(message):
-    """An answer's text; it may end at once."""
+    """Return an answer's text, which may be empty."""
     return "".join(block.text for block in message.content)
 
 
 def prompt_tokens(usage):
-    """All tokens of a prompt, each of which the usage counts once."""
+    """Return the number of prompt tokens; the usage counts each once."""
     return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
 
 
-async def test_a_conversation_goes_on_in_its_session(api, opening):
-    """The client sends all of it; what was computed is read from the cache."""
+async def test_a_conversation_continues_in_its_session(api, opening):
+    """The client sends the whole conversation; computed tokens are read from the cache."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await ask(client, prompt)
@@ -82,8 +82,8 @@ async def test_a_conversation_goes_on_in_its_session(api, opening):
     assert second.usage.input_tokens < prompt_tokens(first.usage)
 
 
-async def test_it_is_the_session_of_other_clients_too(api, opening):
-    """A history is known by what was said, not by who asked in which words."""
+async def test_all_apis_share_one_session(api, opening):
+    """A history is found by its content, in any API's form."""
     prompt = prompt_of(opening)
     async with client_of(api) as client, api.client() as other:
         first = await ask(client, prompt)
@@ -96,12 +96,12 @@ async def test_it_is_the_session_of_other_clients_too(api, opening):
     assert second.usage.prompt_tokens_details.cached_tokens > 0
 
 
-async def test_a_stream_says_what_the_whole_says(api, opening):
-    """Text, reason and usage; the client puts the same message together."""
+async def test_a_stream_equals_the_whole_message(api, opening):
+    """Text, stop reason and usage; the client assembles the same message."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         whole = await ask(client, prompt, extra_body={"store": False})
-        async with client.messages.stream(**asked(prompt)) as stream:
+        async with client.messages.stream(**request_of(prompt)) as stream:
             texts = [text async for text in stream.text_stream]
             streamed = await stream.get_final_message()
             request_id = stream.request_id
@@ -112,8 +112,8 @@ async def test_a_stream_says_what_the_whole_says(api, opening):
     assert request_id.startswith("r-")
 
 
-async def test_a_stop_sequence_ends_it(api, opening):
-    """It is named, and not part of the text; several times, by a repeat of the request, too."""
+async def test_a_stop_sequence_ends_the_answer(api, opening):
+    """It is named and not part of the text; the same in a repeat of the request."""
     prompt = prompt_of(opening)
     headers = {"Idempotency-Key": name_of(opening)}
     async with client_of(api) as client:
@@ -128,8 +128,8 @@ async def test_a_stop_sequence_ends_it(api, opening):
     assert messages[0].id == messages[1].id
 
 
-async def test_what_differs_in_each_request_breaks_nothing(api, opening):
-    """Claude Code's first block is another one each time; breakpoints are told as kept."""
+async def test_a_block_that_differs_in_each_request_is_ignored(api, opening):
+    """Claude Code's first block differs in each request; breakpoints are reported as kept."""
     kept = {"type": "ephemeral", "ttl": "1h"}
     system = {"type": "text", "text": opening[0]["content"], "cache_control": kept}
 
@@ -148,14 +148,14 @@ async def test_what_differs_in_each_request_breaks_nothing(api, opening):
 
 
 def calling(prompt, choice=None, **options):
-    """A request that is answered by a call, whatever the model would say."""
+    """Return a request that forces a call."""
     choice = choice or {"type": "tool", "name": "look_up"}
     tools = {"tools": [LOOK_UP, WAIT], "tool_choice": choice}
     return {"model": MODEL, "max_tokens": 200, **prompt, **tools, **options}
 
 
 def returning(prompt, message, *texts, **members):
-    """The conversation with the results of all calls of an answer."""
+    """Return the conversation with the results of all calls of an answer."""
     calls = [block for block in message.content if block.type == "tool_use"]
     results = [
         {"type": "tool_result", "tool_use_id": call.id, "content": "Keys and values.", **members}
@@ -166,8 +166,8 @@ def returning(prompt, message, *texts, **members):
     return {**prompt, "messages": [*prompt["messages"], *said]}
 
 
-async def test_a_call_and_its_result(api, opening):
-    """The turn with the result goes on in the session of the call, and reuses what it computed."""
+async def test_a_result_continues_the_session_of_its_call(api, opening):
+    """The turn with the result continues in the session of the call, from its cache."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await client.messages.create(**calling(prompt))
@@ -185,8 +185,8 @@ async def test_a_call_and_its_result(api, opening):
         assert message.usage.cache_read_input_tokens >= prompt_tokens(first.usage) // 2
 
 
-async def test_a_streamed_call_is_the_whole_one(api, opening):
-    """The client puts the same call together; its id goes to the same place."""
+async def test_a_streamed_call_equals_the_whole_call(api, opening):
+    """The client assembles the same call; its id leads to the same session."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         whole = await client.messages.create(**calling(prompt, extra_body={"store": False}))
@@ -202,8 +202,8 @@ async def test_a_streamed_call_is_the_whole_one(api, opening):
     assert second.model_extra["session_id"] == streamed.model_extra["session_id"]
 
 
-async def test_any_tool_may_be_the_one(api, opening):
-    """The answer is a call of one of them, with arguments that its schema takes."""
+async def test_any_tool_may_be_called(api, opening):
+    """The answer is a call of one of them, with arguments valid by its schema."""
     prompt = prompt_of(opening)
     choice = {"type": "any", "disable_parallel_tool_use": True}
     async with client_of(api) as client:
@@ -213,8 +213,8 @@ async def test_any_tool_may_be_the_one(api, opening):
     assert message.stop_reason == "tool_use"
 
 
-async def test_a_conversation_with_tools_goes_on_with_another_client_and_back(api, opening):
-    """Calls and results are the same, in whichever words; so are the tools."""
+async def test_a_conversation_with_tools_moves_between_clients(api, opening):
+    """Calls, results and tools are the same in any API's form."""
     prompt = prompt_of(opening)
     async with client_of(api) as client, api.client() as other:
         first = await client.messages.create(**calling(prompt))
@@ -244,15 +244,15 @@ async def test_a_conversation_with_tools_goes_on_with_another_client_and_back(ap
 
 
 def as_function(tool):
-    """A tool in OpenAI's words."""
+    """Return a tool in OpenAI's form."""
     said = {"name": tool["name"], "parameters": tool["input_schema"]}
     if "description" in tool:
         said["description"] = tool["description"]
     return {"type": "function", "function": said}
 
 
-async def test_the_clients_own_loop(api, opening):
-    """It runs what is called, and asks again, as often as it is told to."""
+async def test_the_clients_tool_runner(api, opening):
+    """It runs each called tool and sends its result, up to its limit."""
     looked_up = []
 
     @anthropic.beta_async_tool(name="look_up", description="Look a word up.", input_schema=WORDS)
@@ -271,8 +271,8 @@ async def test_the_clients_own_loop(api, opening):
     assert await api.num_turns(messages[0].model_extra["session_id"]) == len(messages) == 3
 
 
-async def test_other_tools_are_another_history(api, opening):
-    """What a session offers is at its beginning: who offers something else opens a new one."""
+async def test_other_tools_open_a_new_session(api, opening):
+    """A session's tools are at its beginning: other tools open a new session."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await ask(client, prompt, tools=[LOOK_UP])
@@ -287,8 +287,8 @@ async def test_other_tools_are_another_history(api, opening):
     assert [await api.num_turns(session_id) for session_id in sessions] == [2, 1, 1, 2]
 
 
-async def test_what_failed_in_a_tool(api, opening):
-    """An error is a result: the answer goes on in the same session."""
+async def test_a_failed_tool_continues_its_session(api, opening):
+    """An error is a result: the answer continues the session."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await client.messages.create(**calling(prompt))
@@ -299,7 +299,7 @@ async def test_what_failed_in_a_tool(api, opening):
 
 
 async def test_tools_are_counted(api, opening):
-    """As they are read: with them a prompt is longer, and so are calls and results."""
+    """The count is what is read: tools, calls and results make a prompt longer."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await client.messages.create(**calling(prompt))
@@ -319,7 +319,7 @@ async def test_tools_are_counted(api, opening):
     assert counted[2] == prompt_tokens(first.usage)
 
 
-async def test_models(api):
+async def test_models_are_listed(api):
     """The model and its aliases, in the client's own form."""
     async with client_of(api) as client:
         assert [model.id async for model in client.models.list()] == [MODEL, "gpt-4o"]
@@ -328,8 +328,8 @@ async def test_models(api):
             await client.models.retrieve("claude")
 
 
-async def test_who_is_calling(api, opening):
-    """By either header; nobody else, and only for its own tenants."""
+async def test_either_header_identifies_the_client(api, opening):
+    """By either header; unknown clients are refused, and others limited to their tenants."""
     prompt = prompt_of(opening)
     key = {"X-Api-Key": CLIENTS["globex"], "Authorization": anthropic.Omit()}
     async with client_of(api) as client:
@@ -367,7 +367,7 @@ async def test_who_is_calling(api, opening):
         ({"extra_body": {"max_token": 8}}, anthropic.BadRequestError, "did you mean 'max_tokens'"),
     ],
 )
-async def test_what_is_refused(api, opening, options, kind, said):
+async def test_bad_requests_are_refused(api, opening, options, kind, said):
     """In Anthropic's form, with a remedy."""
     async with client_of(api) as client:
         with pytest.raises(kind, match=said) as refused:
@@ -386,8 +386,8 @@ async def test_what_is_refused(api, opening, options, kind, said):
         ("POST", "/v1/messages", b" " * 200_001, "request_too_large"),
     ],
 )
-async def test_whatever_is_wrong_is_told_in_the_same_form(api, method, path, content, kind):
-    """Also before a body is read, and where nothing is served."""
+async def test_all_errors_have_the_same_form(api, method, path, content, kind):
+    """Also before a body is read, and for unknown paths."""
     headers = {"x-api-key": CLIENTS["acme"]}
     address = api.url.removesuffix("/v1")
     async with (
@@ -400,8 +400,8 @@ async def test_whatever_is_wrong_is_told_in_the_same_form(api, method, path, con
     assert ": " in body["error"]["message"], "there is a remedy"
 
 
-async def test_kvd_is_killed_meanwhile(api, opening):
-    """A conversation goes on without it, and with it again."""
+async def test_kvd_is_killed_during_a_conversation(api, opening):
+    """A conversation continues without kvd, and with it again."""
     prompt = prompt_of(opening)
     async with client_of(api) as client:
         first = await ask(client, prompt)

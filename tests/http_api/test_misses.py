@@ -1,4 +1,4 @@
-"""Conversations that come back in other words: what of them is computed again, and why."""
+"""Conversations that return changed: how much is computed again, and why."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shared.types.errors import NotFoundError
-from tests.http_api.conftest import CLIENTS, MODEL, said
+from tests.http_api.conftest import CLIENTS, MODEL, next_messages
 
 LENGTH = 8
 TOOLS = [
@@ -16,29 +16,31 @@ TOOLS = [
 ]
 
 
-async def chatted(client, messages, **options):
+async def send_chat(client, messages, **options):
     options = {"max_tokens": LENGTH, "extra_body": {"ignore_eos": True}, **options}
     return await client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
 async def grown(client, messages, num_turns=3, **options):
-    """A conversation of some turns, ready for the next one; and its last answer."""
+    """Run a conversation of some turns; return it with the next question, and its last answer."""
     for number in range(num_turns):
-        answer = await chatted(client, messages, **options)
+        answer = await send_chat(client, messages, **options)
         text = answer.choices[0].message.content
-        messages = said(messages, text, f"And then, for the {number}th time? " + "Say more. " * 8)
+        messages = next_messages(
+            messages, text, f"And then, for the {number}th time? " + "Say more. " * 8
+        )
     return messages, answer
 
 
-def edited(messages, place, content):
+def edit_message(messages, place, content):
     return [
         {**message, "content": content} if index == place else message
         for index, message in enumerate(messages)
     ]
 
 
-def missed(answer):
-    """What the usage says of a miss; all of it has a cost."""
+def miss_of(answer):
+    """Return what the usage reports of a miss; it must have a cost."""
     extra = answer.usage.model_extra
     found = extra["cache_miss"]
     assert 0 < found["lost_tokens"] <= answer.usage.prompt_tokens
@@ -46,12 +48,12 @@ def missed(answer):
     return extra["cache_miss_reason"], found
 
 
-async def test_a_conversation_that_goes_on_misses_nothing(api, opening):
-    """Nor does one that begins, or that goes back to an earlier answer."""
+async def test_a_continued_conversation_has_no_miss(api, opening):
+    """Nor does a new one, or one that returns to an earlier answer."""
     async with api.client() as client:
         messages, _ = await grown(client, opening)
-        again = await chatted(client, messages)
-        back = await chatted(client, messages[:4])
+        again = await send_chat(client, messages)
+        back = await send_chat(client, messages[:4])
         assert not {"cache_miss", "cache_miss_reason"} & {
             *again.usage.model_extra,
             *back.usage.model_extra,
@@ -69,61 +71,61 @@ async def test_a_conversation_that_goes_on_misses_nothing(api, opening):
         (3, lambda text: text.replace("0th", "7th"), "message_edited"),
     ],
 )
-async def test_what_was_edited_is_named(api, opening, place, change, cause):
-    """With the message that differs, and the session that it resembles."""
+async def test_an_edit_is_named(api, opening, place, change, cause):
+    """The miss names the message that differs, and the similar session."""
     opening[0]["content"] += " Today is Mon 17 Nov 2026, 09:41."
     async with api.client() as client:
         messages, first = await grown(client, opening)
-        other = edited(messages, place, change(messages[place]["content"]))
+        other = edit_message(messages, place, change(messages[place]["content"]))
         assert other != messages
-        answer = await chatted(client, other)
-        found, miss = missed(answer)
+        answer = await send_chat(client, other)
+        found, miss = miss_of(answer)
         assert (found, miss["message_index"]) == (cause, place)
         assert miss["session_id"] == first.model_extra["session_id"]
         cached = answer.usage.prompt_tokens_details.cached_tokens
         assert cached <= miss["token_index"]
         assert cached + miss["lost_tokens"] <= answer.usage.prompt_tokens
-        onward = await chatted(client, said(other, answer.choices[0].message.content))
+        onward = await send_chat(client, next_messages(other, answer.choices[0].message.content))
         assert "cache_miss" not in onward.usage.model_extra
 
 
-async def test_tools(api, opening):
-    """In another order, or others."""
+async def test_changed_tools_are_named(api, opening):
+    """In another order, or different ones."""
     async with api.client() as client:
         messages, _ = await grown(client, opening, tools=TOOLS)
-        reordered = await chatted(client, messages, tools=TOOLS[::-1])
-        fewer = await chatted(client, messages, tools=TOOLS[:2])
-        assert missed(reordered)[0] == "tools_reordered"
-        assert missed(fewer)[0] == "tools_changed"
+        reordered = await send_chat(client, messages, tools=TOOLS[::-1])
+        fewer = await send_chat(client, messages, tools=TOOLS[:2])
+        assert miss_of(reordered)[0] == "tools_reordered"
+        assert miss_of(fewer)[0] == "tools_changed"
 
 
-async def test_sessions_that_are_gone(api, opening):
-    """And answers that were never given here."""
+async def test_deleted_sessions_are_named(api, opening):
+    """The same for answers that this service never gave."""
     async with api.client() as client:
         messages, first = await grown(client, opening)
         async with api.service.client() as service:
             await service.delete_session(first.model_extra["session_id"], tenant="acme")
-        reason, miss = missed(await chatted(client, messages))
+        reason, miss = miss_of(await send_chat(client, messages))
         assert (reason, miss["session_id"], miss["token_index"]) == ("session_gone", None, None)
-        stranger = said(opening, "Nobody ever gave this answer.")
-        assert missed(await chatted(client, stranger))[0] == "history_unknown"
+        stranger = next_messages(opening, "Nobody ever gave this answer.")
+        assert miss_of(await send_chat(client, stranger))[0] == "history_unknown"
 
 
-async def test_nobody_resembles_another_tenants_conversation(api, opening):
-    """Whatever it says: who asks must not learn what others talk about."""
+async def test_a_miss_names_only_sessions_of_the_same_tenant(api, opening):
+    """Otherwise a client could learn about other tenants' conversations."""
     async with api.client() as client, api.client("small") as other:
         messages, _ = await grown(client, opening)
-        changed = edited(messages, 3, "Another question altogether.")
-        reason, miss = missed(await chatted(other, changed))
+        changed = edit_message(messages, 3, "Another question altogether.")
+        reason, miss = miss_of(await send_chat(other, changed))
         assert (reason, miss["session_id"]) == ("history_unknown", None)
 
 
-async def test_the_texts_that_differ(api, opening, tmp_path):
-    """As the command shows them: to the tenant, and to nobody else."""
+async def test_differing_texts_are_shown(api, opening, tmp_path):
+    """As the command shows them, to the tenant only."""
     async with api.client() as client:
         messages, first = await grown(client, opening)
-        answer = await chatted(client, edited(messages, 3, "Another question altogether."))
-        _, miss = missed(answer)
+        answer = await send_chat(client, edit_message(messages, 3, "Another question altogether."))
+        _, miss = miss_of(answer)
         session_id = answer.model_extra["session_id"]
     async with api.service.client() as service:
         explained = await service.explain_miss(session_id, tenant="acme")
@@ -152,11 +154,11 @@ async def test_the_texts_that_differ(api, opening, tmp_path):
             assert json.loads(out)["miss"]["cause"] == "message_edited"
 
 
-async def test_the_other_apis_say_it_too(api, opening):
-    """Responses in their usage; and the metrics count it by cause."""
+async def test_the_other_apis_report_misses_too(api, opening):
+    """Responses in their usage; the metrics count misses by cause."""
     async with api.client() as client:
         messages, _ = await grown(client, opening)
-        changed = edited(messages, 3, "Another question altogether.")
+        changed = edit_message(messages, 3, "Another question altogether.")
         answer = await client.responses.create(
             model=MODEL, input=changed, max_output_tokens=LENGTH, store=False
         )

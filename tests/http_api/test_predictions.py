@@ -1,6 +1,7 @@
-"""Predicted outputs: the same answer, right or wrong; by OpenAI's client and by gRPC.
+"""Predicted outputs do not change the answer; by OpenAI's client and by gRPC.
 
-Whether they are drafted from depends on what steps take here: that is tested with the engine.
+Whether they are drafted from depends on the time of a step on this machine: the engine's tests
+cover that.
 """
 
 import openai
@@ -30,14 +31,14 @@ async def ask(client, prediction=None, **options):
 
 
 def check_counted(usage):
-    """What of predictions came true, and what did not: never more than there are tokens."""
+    """Check that accepted and rejected prediction tokens are no more than there are tokens."""
     details = usage.completion_tokens_details
     assert 0 <= details.accepted_prediction_tokens < usage.completion_tokens == LENGTH
     assert details.rejected_prediction_tokens >= 0
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-async def test_a_prediction_that_comes_true_changes_nothing(api, in_parts):
+async def test_a_right_prediction_changes_nothing(api, in_parts):
     """As a text, or as a list of parts."""
     async with api.client() as client:
         plain = await ask(client)
@@ -52,7 +53,7 @@ async def test_a_prediction_that_comes_true_changes_nothing(api, in_parts):
 
 
 async def test_a_wrong_prediction_changes_nothing_either(api):
-    """Of answers that are drawn, whole and streamed."""
+    """Of sampled answers, whole and streamed."""
     async with api.client() as client:
         plain = await ask(client, temperature=0.7, seed=4)
         text = plain.choices[0].message.content
@@ -72,8 +73,8 @@ async def test_a_wrong_prediction_changes_nothing_either(api):
     check_counted(chunks[-1].usage)
 
 
-async def test_by_grpc_it_is_a_text_and_no_part_of_what_a_repeat_has_to_have(api):
-    """A turn that was answered is answered again, whatever is predicted then."""
+async def test_by_grpc_a_prediction_is_no_part_of_a_repeats_identity(api):
+    """A repeated turn gets the recorded answer, with any prediction."""
     chat = [pb.ChatMessage(**message) for message in ASKED]
     sampling = pb.Sampling(max_tokens=LENGTH, ignore_eos=True)
     async with api.service.client() as client:
@@ -100,7 +101,7 @@ async def test_by_grpc_it_is_a_text_and_no_part_of_what_a_repeat_has_to_have(api
         ({"type": "content", "content": [{"type": "image_url"}]}, "is not supported"),
     ],
 )
-async def test_what_is_no_prediction_is_refused(api, prediction, said):
+async def test_bad_predictions_are_refused(api, prediction, said):
     """By OpenAI's error, with the member's name."""
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError, match=said):

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.http_api.conftest import MODEL, name_of, said
+from tests.http_api.conftest import MODEL, name_of, next_messages
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -13,7 +13,7 @@ LENGTH = 8
 
 
 async def ask(client, given, **options):
-    """A greedy response of its full length."""
+    """Request a greedy response of its full length."""
     return await client.responses.create(
         model=MODEL,
         input=given,
@@ -24,7 +24,7 @@ async def ask(client, given, **options):
 
 
 async def test_a_response_follows_another(api, opening):
-    """By its id, in the same session, with what it has cached."""
+    """By its id, in the same session, with its cache."""
     async with api.client() as client:
         first = await ask(client, opening, metadata={"a": "b"})
         second = await ask(client, "And then?", previous_response_id=first.id)
@@ -39,7 +39,7 @@ async def test_a_response_follows_another(api, opening):
 
 
 async def test_a_response_that_is_not_the_last_is_forked(api, opening):
-    """Both ways can be gone on with, at once, too."""
+    """Both branches can be continued, simultaneously too."""
     async with api.client() as client:
         first = await ask(client, opening)
         answers = await asyncio.gather(
@@ -54,12 +54,12 @@ async def test_a_response_that_is_not_the_last_is_forked(api, opening):
     assert after.model_extra["session_id"] == again.model_extra["session_id"]
 
 
-async def test_both_apis_know_one_history(api, opening):
-    """A response's conversation can be gone on with as a chat, and as items that came back."""
+async def test_both_apis_share_one_history(api, opening):
+    """A response's conversation continues as a chat, or from returned items."""
     async with api.client() as client:
         first = await ask(client, opening)
         chat = await client.chat.completions.create(
-            model=MODEL, messages=said(opening, first.output_text), max_tokens=LENGTH
+            model=MODEL, messages=next_messages(opening, first.output_text), max_tokens=LENGTH
         )
         await api.until_saved(chat)
         items = [*opening, *(item.to_dict() for item in first.output)]
@@ -70,8 +70,8 @@ async def test_both_apis_know_one_history(api, opening):
     assert third.usage.input_tokens_details.cached_tokens > 0
 
 
-async def test_a_streamed_response(api, opening):
-    """The client's own helper puts the events together; they are those of the whole."""
+async def test_a_streamed_response_equals_the_whole_response(api, opening):
+    """The client's helper assembles the events into the whole response."""
     async with api.client() as client:
         options = {"model": MODEL, "input": opening, "store": False}
         whole = await client.responses.create(**options, max_output_tokens=LENGTH)
@@ -101,8 +101,8 @@ async def test_a_completed_stream_has_a_final_response(api, opening):
     assert stored.output_text == final.output_text
 
 
-async def test_log_probabilities_of_a_response(api, opening):
-    """As many as are asked for."""
+async def test_a_response_has_log_probabilities(api, opening):
+    """As many as requested."""
     async with api.client() as client:
         included = ["message.output_text.logprobs"]
         answer = await ask(client, opening, include=included, top_logprobs=2, store=False)
@@ -112,7 +112,7 @@ async def test_log_probabilities_of_a_response(api, opening):
 
 
 async def test_a_stored_response_can_be_read(api, opening):
-    """As it was given; nobody else can, and it cannot be guessed."""
+    """Unchanged, only by its tenant, and its id cannot be guessed."""
     async with api.client() as client, api.client("globex") as other:
         made = await ask(client, opening, instructions="Be brief.", metadata={"a": "b"})
         read = await client.responses.retrieve(made.id)
@@ -127,8 +127,8 @@ async def test_a_stored_response_can_be_read(api, opening):
     assert (read.usage, read.instructions) == (made.usage, "Be brief.")
 
 
-async def test_a_deleted_response_is_gone(api, opening):
-    """And its session with the last of its responses."""
+async def test_a_response_is_deleted(api, opening):
+    """Its session is deleted with the last of its responses."""
     async with api.client() as client, api.client("globex") as other:
         first = await ask(client, opening)
         second = await ask(client, "And then?", previous_response_id=first.id)
@@ -146,7 +146,7 @@ async def test_a_deleted_response_is_gone(api, opening):
 
 
 async def test_a_named_session_outlives_its_responses(api, opening):
-    """Its name is the client's, and so is the rest of it."""
+    """The name and the session are the client's."""
     name = name_of(opening)
     async with api.client() as client:
         made = await client.responses.create(
@@ -159,7 +159,7 @@ async def test_a_named_session_outlives_its_responses(api, opening):
 
 
 async def test_instructions_lead_the_conversation(api, opening):
-    """They are its system message; the same may be sent each time, others are refused."""
+    """They are its system message; they may be repeated, but not changed."""
     question = opening[0]["content"]
     options = {"instructions": "Be brief. " * 40}
     async with api.client() as client:
@@ -171,7 +171,7 @@ async def test_instructions_lead_the_conversation(api, opening):
             model=MODEL,
             messages=[
                 {"role": "developer", "content": options["instructions"]},
-                *said([{"role": "user", "content": question}], first.output_text),
+                *next_messages([{"role": "user", "content": question}], first.output_text),
             ],
             max_tokens=LENGTH,
         )
@@ -183,7 +183,7 @@ async def test_instructions_lead_the_conversation(api, opening):
 
 
 async def test_truncation_may_be_forbidden(api, opening):
-    """What does not fit the window is then refused, as OpenAI does."""
+    """An input that does not fit the window is refused then, as by OpenAI."""
     long = "word " * 6000
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:

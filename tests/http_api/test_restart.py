@@ -1,11 +1,11 @@
-"""What the API knows survives the service, however that ends."""
+"""What the API knows survives any end of the service."""
 
 import asyncio
 
 import openai
 import pytest
 
-from tests.http_api.conftest import MODEL, name_of, said
+from tests.http_api.conftest import MODEL, name_of, next_messages
 from tests.inference_processes import pause
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -14,7 +14,7 @@ OPTIONS = {"model": MODEL, "max_tokens": 8}
 
 
 async def before(api, opening):
-    """A chat's answer and a response."""
+    """Return a chat's answer and a response."""
     headers = {"Idempotency-Key": name_of(opening)}
     async with api.client() as client:
         create = client.chat.completions.create
@@ -25,9 +25,9 @@ async def before(api, opening):
 
 
 async def check_known(api, opening, first, response):
-    """Histories, responses and repeats are known; what was computed comes from kvd."""
+    """Check that histories, responses and repeats are known, and computed KV comes from kvd."""
     headers = {"Idempotency-Key": name_of(opening)}
-    messages = said(opening, first.choices[0].message.content)
+    messages = next_messages(opening, first.choices[0].message.content)
     async with api.client() as client:
         create = client.chat.completions.create
         repeated = await create(messages=opening, **OPTIONS, extra_headers=headers)
@@ -44,7 +44,7 @@ async def check_known(api, opening, first, response):
 
 
 async def test_a_drain_and_a_restart(api, opening):
-    """A stream goes on to its end, who comes meanwhile is sent away, and all is known again."""
+    """A stream is finished, new requests are refused meanwhile, and all is known again."""
     known = await before(api, opening)
     async with api.client() as client:
         create = client.chat.completions.create
@@ -62,17 +62,17 @@ async def test_a_drain_and_a_restart(api, opening):
         chunks += [chunk async for chunk in stream]
     await stopping
     assert chunks[-1].choices[0].finish_reason == "length"
-    if isinstance(refused, openai.APIStatusError):  # else nobody listens any more
+    if isinstance(refused, openai.APIStatusError):  # otherwise the service no longer listens
         assert (refused.status_code, refused.code) == (503, "draining")
     await api.start()
     await check_known(api, opening, *known)
 
 
 @pytest.mark.long
-async def test_a_kill_in_the_middle_of_turns(api, opening):
-    """What was answered is known; a fork, made for a turn that was not, is gone."""
+async def test_a_kill_during_turns(api, opening):
+    """Completed turns are known; a fork made for an unfinished turn is deleted."""
     known = await before(api, opening)
-    messages = said(opening, known[0].choices[0].message.content)
+    messages = next_messages(opening, known[0].choices[0].message.content)
     extra = {"ignore_eos": True}
     long = {"model": MODEL, "messages": messages, "max_tokens": 1500, "extra_body": extra}
     async with api.client() as client:

@@ -1,4 +1,4 @@
-"""How long a client wants its cache to live is how long kvd keeps it from eviction."""
+"""The cache lifetime that clients request protects sessions from kvd's eviction."""
 
 import uuid
 
@@ -23,12 +23,12 @@ def block(text, control=None):
 
 
 def system_text():
-    """Long enough for blocks to be kept of it; nobody else has it."""
+    """Return a new text that is long enough for whole blocks."""
     return f"This is {uuid.uuid4().hex}. " + "Keys and values are kept. " * 40
 
 
 def prompt_with(of_system=None, of_message=None, text=""):
-    """A conversation that begins, and what is said of caching where."""
+    """Return a new conversation with cache settings at different places."""
     question = block(f"What is kept of {uuid.uuid4().hex}?", of_message)
     return {
         "system": [block(text or system_text(), of_system)],
@@ -37,16 +37,16 @@ def prompt_with(of_system=None, of_message=None, text=""):
 
 
 async def wishes(api):
-    """For how long each session is retained."""
+    """Return how long each session is retained."""
     return {info.session.session_id: info.retain_s for info in await sessions_of(api.kvd)}
 
 
-async def retained(api, session_id):
+async def retention_of(api, session_id):
     return (await wishes(api)).get(session_id, 0)
 
 
 async def of_prefixes(api):
-    """What is known of sessions that are prefixes."""
+    """Return what kvd has of sessions that are prefixes."""
     infos = await sessions_of(api.kvd)
     return {i.session.session_id: i for i in infos if i.session.session_id.startswith(PREFIX)}
 
@@ -67,8 +67,8 @@ async def until_saved(api, message):
     await eventually(is_saved, wanted=True)
 
 
-async def test_a_message_says_how_long_its_session_is_kept(api):
-    """A breakpoint in it, or one for all; without any nothing is said."""
+async def test_a_message_sets_the_retention_of_its_session(api):
+    """One breakpoint, or the top-level one; without any, kvd gets no hint."""
     async with client_of(api) as client:
         quiet = await ask(client, prompt_with())
         for prompt, seconds, options in (
@@ -78,36 +78,36 @@ async def test_a_message_says_how_long_its_session_is_kept(api):
         ):
             message = await ask(client, prompt, **options)
             session_id = message.model_extra["session_id"]
-            await eventually(lambda name=session_id: retained(api, name), seconds)
+            await eventually(lambda name=session_id: retention_of(api, name), seconds)
             later = await ask(client, going_on(prompt, message))
             assert later.model_extra["session_id"] == session_id
-    assert await retained(api, quiet.model_extra["session_id"]) == 0
+    assert await retention_of(api, quiet.model_extra["session_id"]) == 0
 
 
-async def test_what_conversations_begin_with_is_kept_by_itself(api):
-    """For its own time, once for all that begin so, and found by the next."""
+async def test_common_beginnings_are_retained_separately(api):
+    """A common beginning has its own retention, is kept once, and the next session finds it."""
     before, text = await of_prefixes(api), system_text()
     tools = [{**LOOK_UP, "cache_control": HOUR}]
     async with client_of(api) as client:
         first = await ask(client, prompt_with(MINUTES, None, text), tools=tools)
         await eventually(lambda: num_new(api, before), 1)
         second = await ask(client, prompt_with(HOUR, MINUTES, text), tools=tools)
-        await eventually(lambda: retained(api, second.model_extra["session_id"]), 300)
+        await eventually(lambda: retention_of(api, second.model_extra["session_id"]), 300)
     (prefix,) = [info for name, info in (await of_prefixes(api)).items() if name not in before]
     assert (prefix.retain_s, prefix.ttl_s) == (3600, 3600)
     assert prefix.num_blocks == prefix.shared_blocks >= 2
     assert second.usage.cache_read_input_tokens >= prefix.num_tokens
     created = second.usage.cache_creation
     assert created.ephemeral_1h_input_tokens == second.usage.cache_creation_input_tokens > 0
-    assert await retained(api, first.model_extra["session_id"]) == 0
+    assert await retention_of(api, first.model_extra["session_id"]) == 0
 
 
 async def num_new(api, before):
     return len((await of_prefixes(api)).keys() - before)
 
 
-async def test_what_openais_clients_say_counts_as_well(api):
-    """The options, the older member, and what the settings make of it."""
+async def test_openais_cache_options_set_the_retention(api):
+    """The options, the older member, and the settings' default."""
     messages = [{"role": "user", "content": system_text()}]
     async with api.client() as client:
         chat = await client.chat.completions.create(
@@ -124,19 +124,19 @@ async def test_what_openais_clients_say_counts_as_well(api):
                 model=MODEL, messages=messages, extra_body={"prompt_cache_options": {"ttl": "soon"}}
             )
     assert refused.value.param == "prompt_cache_options.ttl"
-    await eventually(lambda: retained(api, chat.model_extra["session_id"]), 1800)
-    await eventually(lambda: retained(api, response.model_extra["session_id"]), 3600)
+    await eventually(lambda: retention_of(api, chat.model_extra["session_id"]), 1800)
+    await eventually(lambda: retention_of(api, response.model_extra["session_id"]), 3600)
 
 
-async def test_a_time_that_cannot_be_is_refused_in_anthropics_words(api):
+async def test_a_bad_retention_is_refused_in_anthropics_form(api):
     """Before anything is computed."""
     async with client_of(api) as client:
         with pytest.raises(anthropic.BadRequestError, match=r"cache_control\.ttl"):
             await ask(client, prompt_with(), cache_control={"type": "ephemeral", "ttl": "2h"})
 
 
-async def test_what_is_wanted_for_an_hour_outlives_what_is_not(tiny_model, tmp_path):
-    """On a small SSD, over restarts of kvd: a session, and what another one has begun with."""
+async def test_a_retained_session_outlives_others(tiny_model, tmp_path):
+    """On a small SSD, over restarts of kvd: a session, and the common beginning of another."""
     api = ApiService(tiny_model, tmp_path, SMALL, keep="none")
     await api.kvd.start()
     try:
@@ -158,8 +158,8 @@ async def test_what_is_wanted_for_an_hour_outlives_what_is_not(tiny_model, tmp_p
         async with client_of(api) as client:
             for _ in range(12):
                 await until_saved(api, await ask(client, prompt_with()))
-        await api.service.stop()  # with what it has in its own memory
-        await api.kvd.kill()  # and what was to be written yet
+        await api.service.stop()  # with the KV in its own memory
+        await api.kvd.kill()  # and what was still to be written
         await api.kvd.start()
         await api.start()
         stored = await wishes(api)
@@ -181,7 +181,7 @@ async def test_what_is_wanted_for_an_hour_outlives_what_is_not(tiny_model, tmp_p
 
 
 async def test_without_kvd_nothing_fails(tiny_model, tmp_path):
-    """A wish is lost with the rest that is not saved; the next turn's counts."""
+    """Such a hint is lost with the unsaved rest; the next turn's hint takes effect."""
     api = ApiService(tiny_model, tmp_path, SMALL)
     await api.kvd.start()
     try:
@@ -198,7 +198,7 @@ async def test_without_kvd_nothing_fails(tiny_model, tmp_path):
             assert await num_retentions(api) == 0
             await ask(client, going_on(prompt, message))
         session_id = message.model_extra["session_id"]
-        await eventually(lambda: retained(api, session_id), 3600)
+        await eventually(lambda: retention_of(api, session_id), 3600)
     finally:
         await api.service.stop()
         await api.kvd.stop()

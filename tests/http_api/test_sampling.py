@@ -1,4 +1,4 @@
-"""What changes the sampling of an answer, by the official client and by gRPC: both do the same."""
+"""Sampling parameters, by the official client and by gRPC, with equal effects."""
 
 import openai
 import pytest
@@ -14,7 +14,7 @@ LENGTH = 12  # tokens of an answer
 
 
 async def grpc_turn(api, messages, request_id="", **values):
-    """The same turn by gRPC, of a session of its own, unless it is a repeat."""
+    """Run the same turn by gRPC in a session of its own, unless it is a repeat."""
     chat = [pb.ChatMessage(**message) for message in messages]
     sampling = pb.Sampling(**{"max_tokens": LENGTH, "ignore_eos": True, **values})
     async with api.service.client() as client:
@@ -24,7 +24,7 @@ async def grpc_turn(api, messages, request_id="", **values):
 
 
 async def ask(client, messages, **options):
-    """A chat's text, why it ended, and how many tokens it has."""
+    """Return a chat's text, its finish reason, and its number of tokens."""
     extra_body = {"ignore_eos": True, **options.pop("extra_body", {})}
     answer = await client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=LENGTH, extra_body=extra_body, **options
@@ -42,9 +42,9 @@ async def ask(client, messages, **options):
     ],
 )
 async def test_penalties_and_a_bias(api, opening, values):
-    """OpenAI's own names; the answer is that of gRPC.
+    """By OpenAI's names; the answer equals that of gRPC.
 
-    By the bias alone it could say the same again and again.
+    With the bias alone it could repeat itself.
     """
     bias = {40: 100.0, 41: 99.0}
     named = {str(token_id): value for token_id, value in bias.items()}
@@ -57,8 +57,8 @@ async def test_penalties_and_a_bias(api, opening, values):
     assert len(set(turn.text)) <= 2, "the two that are favoured"
 
 
-async def test_stop_tokens_and_the_least_length(api, opening):
-    """What would end the answer at once does so, or behind the tokens that must be there."""
+async def test_stop_tokens_and_min_tokens(api, opening):
+    """A stop token ends the answer at once, or after the least number of tokens."""
     first = (await grpc_turn(api, opening)).tokens[0].token_id
     stop = {"stop_token_ids": [first]}
     bias = {str(first): 100}
@@ -84,16 +84,16 @@ async def test_stop_tokens_and_the_least_length(api, opening):
         ({"logit_bias": {"Hello": 1}}, '{"50256": -100}'),
     ],
 )
-async def test_what_cannot_be_is_refused(api, opening, options, said):
-    """With what to send instead."""
+async def test_bad_sampling_parameters_are_refused(api, opening, options, said):
+    """The error has the remedy."""
     async with api.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(client, opening, **options)
     assert said in refused.value.message
 
 
-async def test_responses_and_completions_have_them_too(api):
-    """Where OpenAI has none; a bias of 100 leaves no other token."""
+async def test_responses_and_completions_take_sampling_parameters(api):
+    """Also where OpenAI has none; a bias of 100 leaves no other token."""
     bias = {"logit_bias": {"70": 100}, "ignore_eos": True}
     async with api.client() as client:
         chat = await client.chat.completions.create(
@@ -114,8 +114,8 @@ async def test_responses_and_completions_have_them_too(api):
     assert completion.choices[0].text.strip() == text.strip()
 
 
-async def test_a_repeat_asks_for_the_same_sampling(api, opening):
-    """By gRPC: it is answered from the record, also after other turns; another one is refused."""
+async def test_a_repeat_must_have_the_same_sampling(api, opening):
+    """By gRPC, a repeat is answered from the record, also later; other sampling is refused."""
     values = {"request_id": opening[0]["content"][8:24], "frequency_penalty": 1.5}
     first = await grpc_turn(api, opening, **values, logit_bias={5: 2.0, 6: 1.0})
     again = await grpc_turn(api, opening, **values, logit_bias={6: 1.0, 5: 2.0})

@@ -1,4 +1,4 @@
-"""Chats that are stored because their clients asked for it, by the official client."""
+"""Chats that are stored at their clients' request, by the official client."""
 
 import openai
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from tests.http_api.conftest import MODEL, name_of
 
 
-async def test_a_chat_is_stored_if_it_is_asked_for(api, opening):
-    """And then found, listed, noted and deleted; its session stays, as that of any other."""
+async def test_a_chat_is_stored_on_request(api, opening):
+    """It can be retrieved, listed, updated and deleted; its session stays, as of any chat."""
     client = api.client()
     options = {"model": MODEL, "messages": opening, "max_tokens": 6}
     notes = {"case": name_of(opening)}
@@ -41,8 +41,8 @@ async def test_a_chat_is_stored_if_it_is_asked_for(api, opening):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_stream_is_stored_as_whole(api, opening, n):
-    """By when it has ended."""
+async def test_a_streamed_chat_is_stored_whole(api, opening, n):
+    """By the end of the stream."""
     client = api.client()
     options = {"model": MODEL, "messages": opening, "max_tokens": 6, "n": n, "store": True}
     stream = await client.chat.completions.create(stream=True, **options)
@@ -60,8 +60,8 @@ async def test_a_stream_is_stored_as_whole(api, opening, n):
         await client.chat.completions.retrieve(chunk.id)
 
 
-async def test_chats_are_their_tenants(api, opening):
-    """Nobody else finds, lists, changes or deletes one."""
+async def test_a_stored_chat_belongs_to_its_tenant(api, opening):
+    """Other tenants cannot retrieve, list, change or delete it."""
     made = await api.client().chat.completions.create(
         model=MODEL, messages=opening, max_tokens=2, store=True
     )
@@ -81,8 +81,8 @@ async def test_chats_are_their_tenants(api, opening):
 @pytest.mark.parametrize(
     "query", [{"limit": 0}, {"order": "up"}, {"after": "chatcmpl-none"}, {"extra_query": {"x": 1}}]
 )
-async def test_a_list_that_cannot_be(api, query):
-    """Is refused by the parameter's name."""
+async def test_bad_list_parameters_are_refused(api, query):
+    """The error names the parameter."""
     with pytest.raises(openai.BadRequestError) as refused:
         await api.client().chat.completions.list(**query)
     assert refused.value.param in {"limit", "order", "after", "x"}

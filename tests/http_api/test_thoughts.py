@@ -1,6 +1,6 @@
-"""Models that think before they answer: what they think is kept apart, in all APIs.
+"""Reasoning models: thoughts are kept apart from answers, in all APIs.
 
-Each is served for real, and says the same whatever it is asked.
+Each is served for real, and always gives the same answer.
 """
 
 import json
@@ -27,8 +27,8 @@ QUESTION = [{"role": "user", "content": "What is a tüür?"}]
 OPTIONS = {"model": "model", "temperature": 0}
 
 
-def served(directory, name, socket):
-    """The service of a family's model."""
+def serve(directory, name, socket):
+    """Run the service of a family's model."""
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
     script = {last_of_prompt(tokenizer): ANSWERS[name]}
@@ -37,17 +37,17 @@ def served(directory, name, socket):
 
 
 def anthropic_client(socket):
-    """Anthropic's client, which comes by a socket."""
+    """Return Anthropic's client, using a socket."""
     http = httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=str(socket)))
     return AsyncAnthropic(api_key="anything", base_url="http://localhost", http_client=http)
 
 
 @pytest.mark.parametrize("name", sampled(list(ANSWERS), 1, seed=1))
 async def test_a_thought_is_shown_apart(short_dir, name):
-    """Whole and streamed, with its tokens counted; the conversation goes on in its session."""
+    """Whole and streamed, with its tokens counted; the conversation continues in its session."""
     socket = short_dir / "openai.sock"
     num_thought = len(ANSWERS[name]) - len(ANSWER)
-    async with served(short_dir, name, socket), local_client(socket) as client:
+    async with serve(short_dir, name, socket), local_client(socket) as client:
         await check_chats(client, num_thought)
         await check_responses(client, num_thought)
         await check_conversations(client)
@@ -56,7 +56,7 @@ async def test_a_thought_is_shown_apart(short_dir, name):
 
 
 async def check_chats(client, num_thought):
-    """The thought is `reasoning_content`, and may be sent back, or not."""
+    """Check that the thought is `reasoning_content`, and that sending it back is optional."""
     first = await client.chat.completions.create(messages=QUESTION, **OPTIONS)
     (choice,) = first.choices
     assert choice.message.content == SAID
@@ -89,7 +89,7 @@ async def check_chats(client, num_thought):
 
 
 async def check_responses(client, num_thought):
-    """The thought is an item, also of a response that is fetched later."""
+    """Check that the thought is an item, also of a retrieved response."""
     first = await client.responses.create(input=QUESTION, **OPTIONS)
     thought, said = first.output
     assert (thought.type, thought.content[0].text) == ("reasoning", THOUGHT)
@@ -108,9 +108,9 @@ async def check_responses(client, num_thought):
 
 
 async def check_conversations(client):
-    """The thought is an item of its conversation, and is not read again when the rest is.
+    """Check that the thought is an item of its conversation, and is not read again.
 
-    A response that is not to be stored adds its items all the same.
+    A response that is not stored adds its items all the same.
     """
     made = await client.conversations.create()
     first = await client.responses.create(
@@ -133,7 +133,7 @@ async def check_conversations(client):
 
 
 async def check_messages(client):
-    """The thought is a block."""
+    """Check that the thought is a block."""
     options = {"model": "model", "max_tokens": 50, "extra_body": {"temperature": 0}}
     first = await client.messages.create(messages=QUESTION, **options)
     assert [block.type for block in first.content] == ["thinking", "text"]
@@ -147,10 +147,10 @@ async def check_messages(client):
     assert (streamed.content[0].thinking, streamed.content[1].text) == (THOUGHT, SAID)
 
 
-async def test_an_answer_by_a_grammar_is_no_thought(short_dir):
-    """It begins at once, whatever the prompt has begun; raw text is not read at all."""
+async def test_an_answer_by_a_grammar_has_no_thought(short_dir):
+    """It begins at once, whatever the prompt has begun; raw text is never split."""
     socket = short_dir / "openai.sock"
-    async with served(short_dir, "qwen3_thinking", socket), local_client(socket) as client:
+    async with serve(short_dir, "qwen3_thinking", socket), local_client(socket) as client:
         asked = {"structured_outputs": {"choice": ["red", "blue"]}}
         for stream in (False, True):
             made = await client.chat.completions.create(
@@ -166,7 +166,7 @@ async def test_an_answer_by_a_grammar_is_no_thought(short_dir):
 
 
 async def test_a_call_follows_a_thought(short_dir):
-    """Both are read, and what the tool returns goes on in the session."""
+    """Both are parsed, and the tool's result continues the session."""
     socket = short_dir / "openai.sock"
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     call = ["<tool_call>", '{"name": "look_up", "arguments": {}}', "</tool_call>"]

@@ -1,7 +1,7 @@
-"""Tools by the official client against the real pair: offered, called, answered, and gone on with.
+"""Tools by the official client against the real pair: offered, called and answered.
 
-The model's template knows no tools, so it is told of them in texts, and an answer that has to be a
-call is kept to a grammar: this model would say anything.
+The model's template has no tools, so they are described in texts; forced calls follow a grammar,
+since this model generates random text.
 """
 
 import json
@@ -41,13 +41,13 @@ THE_ONE = {"type": "function", "function": {"name": "look_up"}}
 
 
 def is_valid(call):
-    """Whether a call is one of the tool, as its schema says."""
+    """Whether a call is valid by the schema of its tool."""
     jsonschema.validate(json.loads(call.arguments), LOOK_UP["parameters"])
     return call.name == "look_up"
 
 
-def answered(messages, message, result="It is a word."):
-    """The conversation with an answer that calls, and what the tools returned."""
+def return_results(messages, message, result="It is a word."):
+    """Return the conversation with an answer that calls, and the tools' results."""
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": result} for call in message.tool_calls
     ]
@@ -55,7 +55,7 @@ def answered(messages, message, result="It is a word."):
 
 
 async def test_a_chat_that_calls_a_tool(api, opening):
-    """One by its schema; what it returned goes on in the same session, which is not read again."""
+    """The call is valid by its schema; the result continues the session from its cache."""
     client = api.client()
     options = {"model": MODEL, "tools": CHAT_TOOLS}
     first = await client.chat.completions.create(
@@ -66,19 +66,19 @@ async def test_a_chat_that_calls_a_tool(api, opening):
     (call,) = choice.message.tool_calls
     assert call.type == "function"
     assert is_valid(call.function)
-    messages = answered(opening, choice.message)
+    messages = return_results(opening, choice.message)
     second = await client.chat.completions.create(
         messages=messages, tool_choice="none", max_tokens=8, **options
     )
     assert second.session_id == first.session_id
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
     assert second.choices[0].message.tool_calls is None
-    assert second.choices[0].message.content is not None  # it may end at once
+    assert second.choices[0].message.content is not None  # the answer may be empty
     assert await api.num_turns(first.session_id) == 2
 
 
-async def test_a_streamed_call(api, opening):
-    """The client's own stream puts it together; with the same seed it is the same call."""
+async def test_a_streamed_call_equals_the_whole_call(api, opening):
+    """The client's stream assembles it; with the same seed it is the same call."""
     client = api.client()
     options = {"model": MODEL, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 90}
     whole = await client.chat.completions.create(messages=opening, store=False, **options)
@@ -97,11 +97,11 @@ async def test_a_streamed_call(api, opening):
     parts = [part for delta in deltas for part in delta.tool_calls or ()]
     assert {part.index for part in parts} == {0}
     assert [bool(part.id) for part in parts] == [True, *[False] * (len(parts) - 1)]
-    assert len(parts) > 3  # as they were written: it is certain to be a call
+    assert len(parts) > 3  # as written: it is certain to be a call
 
 
 async def test_a_call_that_is_cut(api, opening):
-    """By max_tokens: its beginning is shown, and may be sent back, which goes on in the session."""
+    """At max_tokens: its beginning is shown and may be sent back, which continues the session."""
     client = api.client()
     options = {"model": MODEL, "tools": CHAT_TOOLS[:1]}
     for max_tokens in range(16, 64, 3):
@@ -116,18 +116,21 @@ async def test_a_call_that_is_cut(api, opening):
     with pytest.raises(ValueError, match=r"."):
         json.loads(call.function.arguments)
     after = await client.chat.completions.create(
-        messages=answered(opening, choice.message), tool_choice="none", max_tokens=4, **options
+        messages=return_results(opening, choice.message),
+        tool_choice="none",
+        max_tokens=4,
+        **options,
     )
     assert after.session_id == cut.session_id
     assert await api.num_turns(cut.session_id) == 2
 
 
-async def test_other_tools_are_another_conversation(api, opening):
-    """They stand at its beginning; a session that the client named keeps those it began with."""
+async def test_other_tools_begin_another_session(api, opening):
+    """Tools are at its beginning; a named session keeps those it began with."""
     client = api.client()
     options = {"model": MODEL, "tool_choice": "required", "max_tokens": 90}
     first = await client.chat.completions.create(messages=opening, tools=CHAT_TOOLS, **options)
-    messages = answered(opening, first.choices[0].message)
+    messages = return_results(opening, first.choices[0].message)
     other = await client.chat.completions.create(messages=messages, tools=CHAT_TOOLS[:1], **options)
     assert other.session_id != first.session_id
     named = {"session_id": name_of(opening)}
@@ -141,8 +144,8 @@ async def test_other_tools_are_another_conversation(api, opening):
     assert "session began with" in refused.value.message
 
 
-async def test_tools_offered_and_not_called(api, opening):
-    """What the model says by itself is no call, and is text, streamed as well as whole."""
+async def test_offered_tools_need_not_be_called(api, opening):
+    """Unforced output of the model is text, streamed and whole."""
     client = api.client()
     options = {"model": MODEL, "messages": opening, "tools": CHAT_TOOLS, "max_tokens": 24}
     whole = await client.chat.completions.create(store=False, **options)
@@ -154,7 +157,7 @@ async def test_tools_offered_and_not_called(api, opening):
 
 
 async def test_a_response_that_calls_a_tool(api, opening):
-    """Whole, by its id; its result is the next input, after the response, or with all before."""
+    """Whole, by its id; its result is the next input, after the response or with all before."""
     client = api.client()
     options = {"model": MODEL, "tools": TOOLS, "max_output_tokens": 80}
     choice = {"type": "function", "name": "look_up"}
@@ -178,7 +181,7 @@ async def test_a_response_that_calls_a_tool(api, opening):
 
 
 async def test_a_streamed_response_that_calls(api, opening):
-    """The client's own stream takes every event; the last one has the whole."""
+    """The client's stream accepts every event; the last one has the whole."""
     client = api.client()
     options = {"model": MODEL, "input": opening, "tools": TOOLS, "tool_choice": "required"}
     async with client.responses.stream(max_output_tokens=90, **options) as stream:
@@ -187,7 +190,7 @@ async def test_a_streamed_response_that_calls(api, opening):
     (call,) = final.output
     assert json.loads(call.arguments) is not None
     num_deltas = kinds.count("function_call_arguments.delta")
-    assert num_deltas > 1  # as they were written: it is certain to be a call
+    assert num_deltas > 1  # as written: it is certain to be a call
     assert kinds[2:-1] == [
         "output_item.added",
         *["function_call_arguments.delta"] * num_deltas,
@@ -221,15 +224,15 @@ async def test_a_streamed_response_that_calls(api, opening):
         ),
     ],
 )
-async def test_tools_that_cannot_be(api, opening, fields, param):
-    """The client is told which member is off."""
+async def test_bad_tools_are_refused(api, opening, fields, param):
+    """The error names the member."""
     with pytest.raises(openai.BadRequestError) as refused:
         await api.client().chat.completions.create(model=MODEL, messages=opening, **fields)
     assert param is None or refused.value.param == param
 
 
-async def test_a_schema_that_no_grammar_has(api, opening):
-    """It matters only where a tool is to be kept to all of it."""
+async def test_schemas_that_no_grammar_supports(api, opening):
+    """It matters only where a tool's schema must be followed entirely."""
     parameters = {**ADD["parameters"], "propertyNames": {"maxLength": 1}}
     loose = {"name": "f", "parameters": parameters}
     strict = {"name": "g", "parameters": parameters, "strict": True}

@@ -1,6 +1,6 @@
-"""A model that calls tools by itself, beside what it says, by the official clients.
+"""Calls that a model makes unprompted beside its text, by the official clients.
 
-Once it has begun a call it is kept to it, and the client gets the arguments as they are written.
+A begun call is kept to its format, and the client gets the arguments as they are generated.
 """
 
 import json
@@ -38,7 +38,7 @@ PROMPT = {"system": "Be brief.", "messages": [{"role": "user", "content": "What 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scripted(tmp_path_factory):
-    """The pair, with a model that always gives this answer."""
+    """Run the pair with a model that always gives this answer."""
     directory = tmp_path_factory.mktemp("scripted")
     tokenizer = tokenizer_of(FAMILY)
     script = {last_of_prompt(tokenizer): ANSWER}
@@ -57,24 +57,24 @@ def asking(prompt, **members):
     return {"model": MODEL, "max_tokens": 60, "tools": [LOOK_UP, WAIT], **prompt, **members}
 
 
-def shown(message):
-    """What an answer says and calls, in order."""
+def parts_of(message):
+    """Return the texts and calls of an answer, in order."""
     return [
         block.text if block.type == "text" else (block.name, block.input)
         for block in message.content
     ]
 
 
-async def test_texts_and_calls_in_order(scripted):
-    """Streamed as whole; sent back, they are the history that the session has."""
+async def test_texts_and_calls_keep_their_order(scripted):
+    """Streamed as whole; sent back, they are the session's history."""
     async with client_of(scripted) as client:
         whole = await client.messages.create(**asking(PROMPT))
         longer = returning(PROMPT, whole, "Well?")
         async with client.messages.stream(**asking(longer)) as stream:
             streamed = await stream.get_final_message()
     assert [block.type for block in whole.content] == KINDS
-    assert shown(whole)[1::2] == [("look_up", {"word": "KV"}), ("wait", {})]
-    assert shown(streamed) == shown(whole)
+    assert parts_of(whole)[1::2] == [("look_up", {"word": "KV"}), ("wait", {})]
+    assert parts_of(streamed) == parts_of(whole)
     assert streamed.stop_reason == whole.stop_reason == "tool_use"
     session_id = whole.model_extra["session_id"]
     assert streamed.model_extra["session_id"] == session_id
@@ -82,8 +82,8 @@ async def test_texts_and_calls_in_order(scripted):
     assert await scripted.num_turns(session_id) == 2
 
 
-async def test_another_client_puts_the_texts_together(scripted):
-    """It has one content beside the calls: the history is the same."""
+async def test_a_client_that_joins_the_texts_finds_the_session(scripted):
+    """Its message has one content beside the calls; the history is the same."""
     async with client_of(scripted) as client, scripted.client() as other:
         first = await other.chat.completions.create(
             model=MODEL,
@@ -123,8 +123,8 @@ async def test_another_client_puts_the_texts_together(scripted):
         ({"type": "none"}, ["text"], "end_turn"),
     ],
 )
-async def test_fewer_calls_are_wanted(scripted, choice, kinds, reason):
-    """The first one counts; or what would be calls is text."""
+async def test_fewer_calls_than_generated(scripted, choice, kinds, reason):
+    """Only the first call counts, or would-be calls are text."""
     async with client_of(scripted) as client:
         message = await client.messages.create(**asking(PROMPT, tool_choice=choice))
     assert [block.type for block in message.content] == kinds
@@ -144,8 +144,8 @@ RESPONSE = {
 }
 
 
-async def test_arguments_come_as_they_are_written(scripted):
-    """In all three APIs, of each call; with the text before and between."""
+async def test_arguments_are_streamed_as_generated(scripted):
+    """In all three APIs, for each call, with the text before and between."""
     async with client_of(scripted) as client, scripted.client() as other:
         async with client.messages.stream(**asking(PROMPT)) as stream:
             said = [
@@ -170,7 +170,7 @@ async def test_arguments_come_as_they_are_written(scripted):
 
 
 async def test_a_call_that_is_cut(scripted):
-    """By the bound of tokens: its beginning is shown, whole and streamed, and may be sent back."""
+    """At max_tokens: its beginning is shown, whole and streamed, and may be sent back."""
     num_tokens = ANSWER.index(': "K') + 1
     async with client_of(scripted) as client, scripted.client() as other:
         whole = await other.chat.completions.create(max_tokens=num_tokens, **CHAT)
@@ -202,8 +202,8 @@ async def test_a_call_that_is_cut(scripted):
         ([" and"], 1, "I'll look twice."),
     ],
 )
-async def test_stop_strings_are_looked_for_in_what_is_said(scripted, stop, num_calls, text):
-    """A call that has begun is not cut by one."""
+async def test_stop_strings_apply_to_text_only(scripted, stop, num_calls, text):
+    """They do not cut a call that has begun."""
     async with scripted.client() as client:
         answer = await client.chat.completions.create(max_tokens=60, stop=stop, **CHAT)
     (choice,) = answer.choices
@@ -212,7 +212,7 @@ async def test_stop_strings_are_looked_for_in_what_is_said(scripted, stop, num_c
 
 
 def strict_chat(**schema):
-    """The same, with a strict tool of a schema."""
+    """Return the same request with a strict tool of this schema."""
     parameters = {
         "type": "object",
         "properties": {"word": {"enum": ["SSD", "NVMe"]}},
@@ -224,8 +224,8 @@ def strict_chat(**schema):
     return {**CHAT, "max_tokens": 60, "tools": [{"type": "function", "function": function}]}
 
 
-async def test_a_strict_tool_is_kept_to_its_schema(scripted):
-    """Whatever the model would write; of a schema that no grammar has the client is told."""
+async def test_a_strict_tool_follows_its_schema(scripted):
+    """With any model; a schema that no grammar supports is refused."""
     async with scripted.client() as client:
         answer = await client.chat.completions.create(**strict_chat())
         (call,) = answer.choices[0].message.tool_calls

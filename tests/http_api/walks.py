@@ -1,4 +1,4 @@
-"""What a new user would do with the official clients: steps, each with methods that it tries."""
+"""What a new user does with the official clients: steps, each with the methods it tries."""
 
 import asyncio
 import json
@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 OPENAI_WALK = []
 ANTHROPIC_WALK = []
-TOKENS = 400  # enough for a document with all the blanks that it may have
-FEW = 16  # of what is free to be any text
-STOP = {"extra_body": {"stop": [" "]}}  # after a word: a stream that is cut is an error to helpers
+TOKENS = 400  # enough for a document with all optional blanks
+FEW = 16  # for members that may be any text
+STOP = {"extra_body": {"stop": [" "]}}  # after a word: helpers treat a cut stream as an error
 ASKED = [{"role": "user", "content": "What is kept?"}]
 
 
@@ -36,7 +36,7 @@ ANTHROPIC_TOOLS = [{"name": "look_up", "description": "Looks up.", "input_schema
 
 
 def step(walk, *methods):
-    """Add a function to a walk; it tries these methods."""
+    """Register a function as a step that tries these methods."""
 
     def add(function):
         function.methods = methods

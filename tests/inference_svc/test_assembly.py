@@ -1,4 +1,4 @@
-"""What settings make of an engine's parts."""
+"""How settings configure an engine's parts."""
 
 from dataclasses import replace
 
@@ -34,8 +34,8 @@ def model(tiny_model):
         ("auto", "contiguous", None),
     ],
 )
-def test_decode_is_captured_as_far_as_turns_reach(model, monkeypatch, graphs, working_kv, shapes):
-    """Where the device can, as many turns as run at once, and their longest window."""
+def test_captured_steps_cover_the_possible_turns(model, monkeypatch, graphs, working_kv, shapes):
+    """On devices that can capture: as many turns as run at once, and their longest window."""
     monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
     monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
     settings = {
@@ -77,8 +77,8 @@ def test_steps_are_computed_by_what_was_compiled(model, monkeypatch):
         (build_shapes_model, False, (1, 0)),
     ],
 )
-def test_pages_are_of_groups_of_layers(tmp_path, build, windows, groups):
-    """A third is of layers without a window; a window is longer, and the memory is no more."""
+def test_pages_belong_to_groups_of_layers(tmp_path, build, windows, groups):
+    """A third has layers without a window; a window allows more tokens in the same memory."""
     model = Model(*loaded_model(build(tmp_path)))
     num_tokens, page_tokens = 900, 16
     scheduler = {"kv_tokens": num_tokens, "working_kv": "pages", "mixed_step_tokens": 16}
@@ -103,15 +103,15 @@ def test_pages_are_of_groups_of_layers(tmp_path, build, windows, groups):
 
 
 def test_a_cpu_captures_nothing(model):
-    """Whatever the settings say."""
+    """With any settings."""
     settings = {"cache": {"mode": "recompute"}, "scheduler": {"kv_tokens": 192}}
     parts = assemble_engine(InferenceSettings.model_validate(settings), model)
     assert parts.runner.graphs is None
     parts.close()
 
 
-def test_numbers_that_are_hardly_there_cost_nothing(model):
-    """The thread that computes takes them for zero, and so does each that shares its products."""
+def test_denormal_numbers_cost_nothing(model):
+    """The computing thread flushes them to zero, and so does each thread that helps it."""
     settings = {"cache": {"mode": "recompute"}, "scheduler": {"kv_tokens": 192}}
     parts = assemble_engine(InferenceSettings.model_validate(settings), model)
 
@@ -126,20 +126,20 @@ def test_numbers_that_are_hardly_there_cost_nothing(model):
     try:
         assert halved().all()
         assert not parts.threads[0].submit(halved).result().any()
-        assert halved().all()  # the others' numbers are as they were
+        assert halved().all()  # other threads still have such numbers
     finally:
         parts.close()
 
 
-def test_the_engine_has_the_devices_bounds(model, monkeypatch):
-    """In what is captured, and in how much is stored on its way."""
+def test_the_engine_has_the_devices_limits(model, monkeypatch):
+    """For captured steps, and for the amount stored on the way."""
     monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
     monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
     settings = {
         "cache": {"save_group_tokens": 16},
         "scheduler": {"kv_tokens": 16_000, "working_kv": "pages"},
     }
-    # Of a short window there are few graphs.
+    # With a short window there are few graphs.
     narrow = replace(model, loaded=replace(model.loaded, context_window=192))
     parts = assemble_engine(InferenceSettings.model_validate(settings), narrow)
     try:

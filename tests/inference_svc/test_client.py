@@ -1,4 +1,4 @@
-"""What the typed client makes of refusals and silence, over a real gRPC server."""
+"""The typed client's handling of refusals and silence, with a real gRPC server."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -21,7 +21,7 @@ from shared.types.errors import ConflictError, DeadlineError, ExhaustedError, St
 
 
 class Service(inference_pb2_grpc.InferenceServicer):
-    """Raises the given errors, one a call, then answers; None: it never does."""
+    """Raises the given errors, one per call, then answers; None: it never answers."""
 
     def __init__(self, *errors):
         self.errors = list(errors)
@@ -29,7 +29,7 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
     @property
     def num_calls(self):
-        """Turns that were submitted."""
+        """Return the number of submitted turns."""
         return len(self.ids)
 
     async def SubmitTurn(self, request, context):  # noqa: N802
@@ -44,7 +44,7 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
 
 class RoutedService(Service):
-    """Notes of each call which session its metadata and its message name."""
+    """Records the session in the metadata and message of each call."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class RoutedService(Service):
 
 
 class SilentService(Service):
-    """Takes turns and says nothing."""
+    """Accepts turns and sends nothing."""
 
     async def SubmitTurn(self, request, context):  # noqa: N802
         yield pb.TurnEvent(accepted=pb.Accepted())
@@ -86,8 +86,8 @@ def full(retry_after_s):
     return QueueFullError("full", "later", queue_length=64, retry_after_s=retry_after_s)
 
 
-async def test_a_refusal_says_how_long_the_queue_is(short_dir):
-    """And when to come back; `submit` leaves that to its caller."""
+async def test_a_refusal_has_the_length_of_the_queue(short_dir):
+    """And a time to retry at; `submit` leaves that to its caller."""
     async with serving(Service(full(2.5)), short_dir) as client:
         with pytest.raises(ExhaustedError) as refused:
             await client.submit(turn_request("Hi"))
@@ -96,7 +96,7 @@ async def test_a_refusal_says_how_long_the_queue_is(short_dir):
     assert error.details == {"queue_length": "64"}
 
 
-async def test_a_patient_client_comes_back_as_hinted(short_dir):
+async def test_a_patient_client_retries_as_hinted(short_dir):
     """As often as it is refused."""
     service, refusals = Service(full(0.0), full(0.001), full(0.0)), []
     async with serving(service, short_dir) as client:
@@ -105,8 +105,8 @@ async def test_a_patient_client_comes_back_as_hinted(short_dir):
     assert (result.text, service.num_calls) == ("done", 4)
 
 
-async def test_patience_ends_with_the_time_it_was_given(short_dir):
-    """A hint beyond that is not waited for."""
+async def test_patience_has_a_time_limit(short_dir):
+    """A hint beyond it is not waited for."""
     service = Service(full(60.0))
     async with serving(service, short_dir) as client:
         with pytest.raises(ExhaustedError):
@@ -115,7 +115,7 @@ async def test_patience_ends_with_the_time_it_was_given(short_dir):
 
 
 async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir, monkeypatch):
-    """Under the same ids, also if the client gave none: it is answered once."""
+    """With the same ids, even generated ones: it is answered once."""
     monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     service, refusals = Service(DrainingError("the service is about to stop", "again")), []
     async with serving(service, short_dir) as client:
@@ -126,8 +126,8 @@ async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir, monkeyp
     assert all(first)
 
 
-async def test_a_lost_turn_may_find_itself_under_way(short_dir, monkeypatch):
-    """It waits for its own end; but another's turn in the session is an answer, not a delay."""
+async def test_a_lost_turn_may_still_be_running(short_dir, monkeypatch):
+    """The client waits for its own turn's end; another's turn in the session is an error."""
     monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     busy = SessionBusyError("busy", "wait")
     service = Service(DrainingError("about to stop", "again"), busy)
@@ -138,8 +138,8 @@ async def test_a_lost_turn_may_find_itself_under_way(short_dir, monkeypatch):
             await client.submit_patiently(turn_request("Hi"))
 
 
-async def test_other_errors_are_not_waited_out(short_dir):
-    """Only a service that is full or not there gets better by itself."""
+async def test_other_errors_are_not_retried(short_dir):
+    """Only a full or absent service recovers by itself."""
     service = Service(SessionEndedError("over", "fork it"))
     async with serving(service, short_dir) as client:
         with pytest.raises(StateError):
@@ -147,8 +147,8 @@ async def test_other_errors_are_not_waited_out(short_dir):
     assert service.num_calls == 1
 
 
-async def test_a_turn_that_takes_too_long_is_not_a_service_that_is_not_there(short_dir):
-    """The deadline of the call says what to do: give it more time."""
+async def test_a_slow_turn_is_distinguished_from_an_absent_service(short_dir):
+    """The error names the remedy: a later deadline of the call."""
     async with serving(SilentService(), short_dir) as client:
         with pytest.raises(TurnTimeoutError, match="a longer timeout") as late:
             await client.submit(turn_request("Hi"), timeout_s=0.1)
@@ -156,15 +156,15 @@ async def test_a_turn_that_takes_too_long_is_not_a_service_that_is_not_there(sho
     assert late.value.retryable
 
 
-async def test_nobody_there(short_dir):
-    """The address and the remedy are in the line."""
+async def test_an_absent_service(short_dir):
+    """The line has the address and the remedy."""
     async with InferenceClient(f"unix:{short_dir}/none") as client:
         with pytest.raises(NotRunningError, match="inference-svc serve"):
             await client.submit(turn_request("Hi"))
 
 
-async def test_calls_say_of_which_session_they_are(short_dir):
-    """In metadata, where a balancer reads it; a new session has its name from its first turn on."""
+async def test_calls_name_their_session_in_metadata(short_dir):
+    """A balancer reads it; a new session has a name from its first turn on."""
     service = RoutedService()
     async with serving(service, short_dir) as client:
         await client.submit(turn_request("Hi", "story-1"))
@@ -179,8 +179,8 @@ async def test_calls_say_of_which_session_they_are(short_dir):
 
 
 @pytest.mark.parametrize("name", ["é", "two\nlines", "../up", "x" * 200])
-async def test_what_is_no_name_is_left_to_the_service(short_dir, name):
-    """Which refuses it in its own words; metadata could not carry all of these."""
+async def test_invalid_names_are_left_to_the_service(short_dir, name):
+    """It refuses them in its own words; not all could be metadata."""
     service = RoutedService()
     async with serving(service, short_dir) as client:
         await client.submit(turn_request("Hi", name))

@@ -1,4 +1,4 @@
-"""What `inference-svc` says before it serves: errors in a line, addresses, what was reused."""
+"""`inference-svc` before it serves: errors in one line, addresses, and summaries of reuse."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ main()
 
 
 def test_serve_without_a_model_is_one_line(tmp_path):
-    """The error names the flag; no traceback."""
+    """The error names the flag, without a traceback."""
     served = run(
         *("serve", "--listen", f"unix:{tmp_path}/s", "--state-dir", str(tmp_path / "state"))
     )
@@ -40,8 +40,8 @@ def test_serve_without_a_model_is_one_line(tmp_path):
     [("serve",), ("bench", "decode"), ("eval", "perplexity", "--text", "a.txt")],
     ids=lambda command: command[0],
 )
-def test_a_mistyped_model_directory_is_told_at_once(tmp_path, command):
-    """In one line, before torch is imported, which takes seconds; nothing is left behind."""
+def test_a_mistyped_model_directory_is_refused_at_once(tmp_path, command):
+    """In one line, before torch is imported, which takes seconds; no file is left."""
     given = ("--listen", f"unix:{tmp_path}/s", "--state-dir", str(tmp_path / "state"))
     ran = run(
         *(*command, "--model", str(tmp_path / "typo"), *(given if command == ("serve",) else ())),
@@ -67,7 +67,7 @@ def test_chat_without_a_service_names_the_address(tmp_path):
 
 
 def test_chat_describes_a_turns_reuse():
-    """One line: where the prompt's tokens came from."""
+    """One line: the sources of the prompt's tokens."""
     usage = pb.Usage(
         history_tokens=10,
         reused_tokens=8,
@@ -81,8 +81,8 @@ def test_chat_describes_a_turns_reuse():
         assert said in line
 
 
-def test_chat_says_what_held_a_turn_up():
-    """Only if anything did."""
+def test_chat_shows_a_turns_delays():
+    """Only if there were any."""
     line = describe(pb.Usage(stall_s=0.05, preemptions=2))
     assert "waited 50 ms for layers" in line
     assert "interrupted 2 times" in line
@@ -90,7 +90,7 @@ def test_chat_says_what_held_a_turn_up():
 
 
 def test_the_only_service_of_the_system_is_found(tmp_path, monkeypatch):
-    """Without a socket of one's own; of several none is taken but named, and one's own is first."""
+    """Without the user's own socket; several are listed and none is used; the user's is first."""
     own = tmp_path / "own" / "inference-svc" / "inference.sock"
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "own"))
@@ -111,8 +111,8 @@ def test_the_only_service_of_the_system_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_who_may_not_open_the_socket_is_told_so(short_dir):
-    """Not that nobody answers: whose it is, and what group lets this user in; exit code 7."""
+def test_a_user_without_permission_learns_the_group(short_dir):
+    """Not that the service is absent: its owner, and the group that allows access; exit code 7."""
     let_others_enter(short_dir)
     path = short_dir / "s"
     with socket.socket(socket.AF_UNIX) as server:

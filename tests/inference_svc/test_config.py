@@ -1,4 +1,4 @@
-"""Settings of the service: where they come from, what they may be, what is made of them."""
+"""Settings of the service: their sources, their valid values, and derived ones."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.inference_svc.commands import run
 SHIPPED = Path(__file__).parents[2] / "systemd" / "inference-svc.toml"
 
 
-def test_flags_win_over_the_environment():
-    """And what is not given keeps its default."""
+def test_flags_override_the_environment():
+    """All others keep their defaults."""
     shown = run("config", "show", "--json", INFERENCE_SCHEDULER__MAX_RUNNING="3")
     rows = json.loads(shown.stdout)
     assert rows["scheduler.max_running"] == {"value": 3, "source": "env", "live": False}
@@ -27,7 +27,7 @@ def test_flags_win_over_the_environment():
     assert settings.scheduler.max_running == 5
 
 
-def test_config_check_lists_every_problem_on_a_line(tmp_path):
+def test_config_check_lists_one_problem_per_line(tmp_path):
     """Unknown keys, bad values and bad addresses, each with what is accepted."""
     path = tmp_path / "inference.toml"
     path.write_text('[cache]\nmodus = "x"\nmode = "fast"\n[server]\nlisten = "anywhere"\n')
@@ -46,8 +46,8 @@ def test_config_check_lists_every_problem_on_a_line(tmp_path):
         assert all(part in line for part in said), line
 
 
-def test_a_model_that_is_not_there_is_a_problem_of_the_settings(tmp_path):
-    """As the start would say; of a model that is there nothing more is looked at."""
+def test_a_missing_model_is_a_problem_of_the_settings(tmp_path):
+    """As at the start; the files of an existing model are not checked."""
     path = tmp_path / "inference.toml"
     path.write_text(f'[model]\npath = "{tmp_path}/none"\n')
     checked = run("config", "check", "--config", str(path))
@@ -56,15 +56,15 @@ def test_a_model_that_is_not_there_is_a_problem_of_the_settings(tmp_path):
 
 
 def test_the_shipped_settings_file_has_every_key():
-    """It is the reference: each key of the model is in it, and each value is accepted."""
+    """It is the reference: it has every key, with accepted values."""
     loaded = load_inference_settings(SHIPPED, {})
     written = SHIPPED.read_text(encoding="utf-8")
     for key in loaded.provenance:
         assert f"{key.split('.')[-1]} = " in written, key
 
 
-def test_the_shipped_settings_file_says_the_defaults():
-    """But for the paths, which are the system's; and it is no second source of truth."""
+def test_the_shipped_settings_file_has_the_defaults():
+    """Except for paths, which are the system's."""
     shipped = load_inference_settings(SHIPPED, {}).settings
     defaults = load_inference_settings(None, {}).settings
     for section in ("cache", "scheduler", "overflow", "compression", "limits", "log"):
@@ -100,7 +100,7 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("overflow.sink_tokens", "few", "valid integer"),
     ],
 )
-def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said):
+def test_invalid_values_are_reported_with_the_accepted_ones(key, value, said):
     """Each key of the executor has its bounds."""
     with pytest.raises(InvalidSettingsError) as refused:
         load_inference_settings(None, {key: value})
@@ -116,15 +116,15 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
         ({"cache.mode": "recompute"}, 16, "15 leaves no room for a turn: write at least 16"),
     ],
 )
-def test_the_shortest_window_is_one_that_the_service_has(settings, least, said):
-    """What the smallest write ring leaves, or all if nothing is saved; one less is refused."""
+def test_the_shortest_window_is_possible(settings, least, said):
+    """It fits beside the smallest write ring, or alone if nothing is saved; one less is refused."""
     kept = load_inference_settings(None, {**settings, "scheduler.kv_tokens": least}).settings
     assert kept.scheduler.kv_tokens == least
     with pytest.raises(InvalidSettingsError, match=said):
         load_inference_settings(None, {**settings, "scheduler.kv_tokens": least - 1})
 
 
-def test_sockets_and_ports_in_a_list(tmp_path):
+def test_several_sockets_and_ports(tmp_path):
     """In the file a list or one address, in the environment a,b; "auto" is the usual socket."""
     client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
     path = tmp_path / "inference.toml"
@@ -136,7 +136,7 @@ def test_sockets_and_ports_in_a_list(tmp_path):
         path.write_text(f"[server]\nlisten = {text}\n")
         assert load_inference_settings(path, client).settings.server.listen == listen
     path.write_text('[server]\nlisten = ["auto", "10.0.0.1:1"]\n')
-    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):  # whatever stands before it
+    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):  # whatever comes before it
         load_inference_settings(path, client)
     for text in ("[]", '["auto", "auto"]', '["auto", ""]'):
         path.write_text(f"[server]\nlisten = {text}\n")
@@ -145,8 +145,8 @@ def test_sockets_and_ports_in_a_list(tmp_path):
 
 
 @pytest.mark.parametrize("section", ["openai", "metrics"])
-def test_http_is_served_at_a_list_of_addresses_too(tmp_path, section):
-    """As gRPC is: a list or one address; "" and [] are nowhere, and each is to be guarded."""
+def test_http_may_have_several_addresses_too(tmp_path, section):
+    """As gRPC: a list or one address; "" and [] are none, and each needs authentication."""
     path = tmp_path / "inference.toml"
 
     def listen(text):
@@ -164,8 +164,8 @@ def test_http_is_served_at_a_list_of_addresses_too(tmp_path, section):
             listen(text)
 
 
-def test_auto_is_what_the_supervisor_has_made(monkeypatch):
-    """Each instance of the unit has directories of its own, under the one file of settings."""
+def test_auto_uses_the_supervisors_directories(monkeypatch):
+    """Each instance of the unit has its own, with the same settings file."""
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inference-svc-a")
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/inference-svc/a")
     server = load_inference_settings(SHIPPED, {}).settings.server
@@ -174,14 +174,14 @@ def test_auto_is_what_the_supervisor_has_made(monkeypatch):
 
 
 @pytest.mark.parametrize("listen", ["unix:relative", "unix:/" + "x" * 120, "host:port", "80"])
-def test_addresses_that_cannot_be_served(listen):
-    """A socket path must be absolute and short, a port has a host."""
+def test_invalid_addresses(listen):
+    """A socket path must be absolute and short, a port needs a host."""
     with pytest.raises(InvalidSettingsError, match=r"server\.listen"):
         load_inference_settings(None, {"server.listen": listen})
 
 
-def test_a_port_that_anybody_could_use_is_refused():
-    """TCP is for clients that are known; tokens go over TLS or stay on the machine."""
+def test_an_unprotected_port_is_refused():
+    """TCP needs authenticated clients; tokens need TLS or a local address."""
     client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
     with pytest.raises(UnguardedError, match="anybody could connect"):
         load_inference_settings(None, {"server.listen": "127.0.0.1:1"})
@@ -191,8 +191,8 @@ def test_a_port_that_anybody_could_use_is_refused():
 
 
 @pytest.mark.parametrize(("given", "shown", "kept"), [({}, "auto", 16), ("2", "2", 2), (0, "0", 0)])
-def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, shown, kept):
-    """For turns that do not say; `config show` shows what was left to the model."""
+def test_sinks_come_from_the_model_unless_configured(given, shown, kept):
+    """For turns without their own; `config show` shows that the model decides."""
     flags = {"overflow.sink_tokens": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown
@@ -205,8 +205,8 @@ def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, sh
     ("given", "keeps", "shown", "ratio"),
     [({}, True, "auto", 0.125), ({}, False, "auto", 0.5), ("0.3", True, "0.3", 0.3)],
 )
-def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, shown, ratio):
-    """Unless the settings say how much."""
+def test_a_small_part_is_dropped_at_a_time_where_keeping_is_free(given, keeps, shown, ratio):
+    """Unless the settings have a size."""
     flags = {"overflow.ratio": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
@@ -214,8 +214,8 @@ def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, show
     assert defaults.overflow.ratio == ratio
 
 
-def test_arguments_of_the_template_are_a_table(tmp_path):
-    """In the file; elsewhere as JSON. What is no JSON, such as a date, is refused."""
+def test_template_arguments_are_a_table(tmp_path):
+    """In the file; elsewhere as JSON. A value that is not JSON, such as a date, is refused."""
     path = tmp_path / "inference.toml"
     path.write_text("[model.chat_template_kwargs]\nenable_thinking = false\nlevels = [1, 2]\n")
     told = {"enable_thinking": False, "levels": [1, 2]}

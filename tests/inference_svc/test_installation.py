@@ -1,4 +1,4 @@
-"""Where a model can be run: on Pythons that it was tested on."""
+"""Where a model can be run: on tested versions of Python."""
 
 import sys
 import tomllib
@@ -16,8 +16,8 @@ from inference_svc.installation import (
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def test_this_python_is_one_of_them():
-    """On which the tests run; and all are named by the package."""
+def test_this_python_is_supported():
+    """The package names all tested versions."""
     require_engine(sys.version_info[:2])
     named = tomllib.loads(PROJECT.read_text())["project"]["classifiers"]
     for major, minor in PYTHONS:
@@ -35,8 +35,8 @@ def test_another_python_is_refused_before_torch_is_looked_for(python):
     assert "3.11 or 3.12" in no.value.remedy
 
 
-def test_kernels_are_kept_beside_the_state(tmp_path):
-    """For a service has no home; where somebody says another place, they are there."""
+def test_compiled_kernels_are_stored_beside_the_state(tmp_path):
+    """A service has no home directory; an explicit place has precedence."""
     environ = {"TRITON_CACHE_DIR": "/elsewhere"}
     keep_kernels_in(tmp_path, environ)
     assert environ == {

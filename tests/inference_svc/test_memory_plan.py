@@ -1,4 +1,4 @@
-"""How much memory an engine takes for what, by settings, device and what is free."""
+"""The memory of an engine's parts, by settings, device and free memory."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ def model(tiny_model):
 
 
 @pytest.mark.parametrize(("device", "usual"), [("cpu", ON_CPU), ("cuda:1", ON_GPU)])
-def test_a_batch_is_bounded_by_the_device_where_no_setting_says(device, usual):
-    """Each bound by itself; prompts beside answers get no more than prompts alone."""
+def test_the_device_limits_a_batch_without_settings(device, usual):
+    """Each limit separately; prompts beside answers get no more than prompts alone."""
 
     def bounds(**given):
         return batch_bounds(SchedulerSettings(**given), torch.device(device), 0, 0)
@@ -41,8 +41,8 @@ def test_a_batch_is_bounded_by_the_device_where_no_setting_says(device, usual):
 
 
 @pytest.mark.parametrize(("free", "running"), [(1440, 64), (1439, 32), (7, 8)])
-def test_where_states_have_no_room_fewer_turns_run(free, running):
-    """Unless a setting says how many; a request has five states, and residents have as many."""
+def test_without_room_for_states_fewer_turns_run(free, running):
+    """Unless a setting has a number; a request has five states, and residents have as many."""
     device, state_bytes, free_bytes = torch.device("cuda"), 1000, free * 2000
 
     def most_running(**given):
@@ -54,27 +54,27 @@ def test_where_states_have_no_room_fewer_turns_run(free, running):
 
 
 def plan(model, settings, free_tokens, *, saves=False):
-    """Plan for so many tokens' room: KV may take a part of what is free."""
+    """Make a plan for so many tokens' room: KV may take a part of the free memory."""
     free_bytes = free_tokens * model[1].layout.token_bytes * KV_SHARE
     memory = DeviceMemory(free_bytes, 2 * free_bytes)
     settings = InferenceSettings.model_validate(settings)
     return plan_memory(settings, BOUNDS, *model, memory, saves=saves)
 
 
-def test_token_slots_are_of_the_free_memory_or_as_many_as_are_asked(model):
-    """What all requests together could fill is enough, unless a setting says more."""
+def test_token_slots_use_free_memory_or_the_configured_number(model):
+    """As many as all requests together could fill, unless a setting has more."""
     most = BOUNDS.num_active * model[0].context_window
     assert plan(model, RECOMPUTE, 1000).limits.kv_slots == 1000
     assert plan(model, RECOMPUTE, 10 * most).limits.kv_slots == most
     assert plan(model, {}, 10 * most).limits.kv_slots == 2 * most  # with resident sessions
     asked = RECOMPUTE | {"scheduler": {"kv_tokens": 7 * most}}
     assert plan(model, asked, 10 * most).limits.kv_slots == 7 * most
-    with pytest.raises(KvRoomError, match="kv_tokens"):  # more than all there is
+    with pytest.raises(KvRoomError, match="kv_tokens"):  # more than the memory
         plan(model, asked, 7 * most // (2 * KV_SHARE) - 1)
 
 
-def test_what_is_saved_has_slots_of_its_own(model):
-    """Of all: a set number, or what steps and requests take; never more than half."""
+def test_saving_has_its_own_slots(model):
+    """A configured number, or as many as steps and requests need; at most half of all."""
     assert plan(model, {}, 1000).limits.write_slots == 0
     for given, slots in ((0, 200), (300, 300), (900, 500)):
         settings = {"scheduler": {"write_buffer_tokens": given}}
@@ -82,7 +82,7 @@ def test_what_is_saved_has_slots_of_its_own(model):
         assert (limits.write_slots, limits.kv_slots) == (slots, 1000 - slots)
 
 
-def test_states_leave_less_for_token_slots(model):
+def test_states_reduce_the_token_slots(model):
     """Those of requests and of as many residents as there is room for."""
     loaded, calibration = model
     layout = replace(calibration.layout, state_bytes=1000)
@@ -97,8 +97,8 @@ def test_states_leave_less_for_token_slots(model):
     assert limits.kv_slots == min(slots, BOUNDS.num_active * loaded.context_window)
 
 
-def test_windows_keep_what_policies_score(tmp_path):
-    """Tokens before the window: a block, or those whose queries judge the others."""
+def test_windows_keep_tokens_that_policies_score(tmp_path):
+    """Tokens before the window: a block, or those whose queries score the others."""
     model = loaded_model(build_windowed_model(tmp_path))
     block_tokens = model[1].layout.block_tokens
     found = plan(model, RECOMPUTE, 4000)
@@ -110,7 +110,7 @@ def test_windows_keep_what_policies_score(tmp_path):
     assert plan(model, by_kernels, 4000).windows is None
 
 
-def test_pages_are_whole(model):
+def test_pages_are_never_divided(model):
     """As many as fit, and at least one."""
     paged = RECOMPUTE | {"scheduler": {"working_kv": "pages", "page_tokens": 64}}
     limits = plan(model, paged, 1000).limits

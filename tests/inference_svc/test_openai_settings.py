@@ -1,4 +1,4 @@
-"""Settings of the HTTP API: whose pages may call it."""
+"""Settings of the HTTP API: which pages may call it."""
 
 import pytest
 
@@ -20,8 +20,8 @@ CLIENT = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
         "https://chat.example:80",
     ],
 )
-def test_origins_as_browsers_write_them(origin):
-    """Desktop programs' own schemes, too."""
+def test_valid_origins(origin):
+    """Also custom schemes of desktop programs."""
     assert load_inference_settings(
         None, {"openai.cors_origins": [origin]}
     ).settings.openai.cors_origins == (origin,)
@@ -59,7 +59,7 @@ def test_what_no_browser_writes_is_refused(origin):
     ids=["local", "socket"],
 )
 def test_pages_of_any_origin_need_an_account(flags, named):
-    """Refused where callers need none, clients or not; pages that are named may come."""
+    """Without authentication they are refused, with or without clients; named pages are allowed."""
     for origin, is_refused in (("*", True), ("https://chat.example", False)):
         given = {**flags, **CLIENT, "openai.cors_origins": [origin]}
         if not is_refused:

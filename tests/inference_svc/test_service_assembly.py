@@ -1,4 +1,4 @@
-"""How a service is put together: what does not go with its model refuses the start."""
+"""The assembly of a service: settings that do not fit its model refuse the start."""
 
 import pytest
 
@@ -8,15 +8,15 @@ from inference_svc.core.chat import Tool, ToolUse
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service_assembly import assemble_service, make_turn_text
+from tests.argument_templates import EFFORTFUL, PICKY
 from tests.memory_engine import loaded_model
-from tests.told_templates import EFFORTFUL, PICKY
 from tests.tool_templates import tokenizer_of
 
 LOW = {"reasoning_effort": "low"}
 
 
-def test_arguments_that_the_template_refuses_refuse_the_start():
-    """With its own words; a model that has no chats anyway is served as it is."""
+def test_arguments_that_the_template_refuses_prevent_the_start():
+    """With the template's error; a model without chats is served all the same."""
     with pytest.raises(UnsupportedModelError, match="effort is none or high") as refused:
         make_turn_text(tokenizer_of(PICKY), frozenset(), LOW)
     assert "leave them out" in refused.value.remedy
@@ -28,8 +28,8 @@ def test_arguments_that_the_template_refuses_refuse_the_start():
         assert make_turn_text(tokenizer, frozenset(), LOW).chat_problem
 
 
-async def test_the_vocabulary_of_grammars_is_read_later(tiny_model, tmp_path):
-    """By whoever asks first whether calls are bound, or as the service, being ready, goes on."""
+async def test_the_vocabulary_of_grammars_is_read_on_demand(tiny_model, tmp_path):
+    """By the first request that needs it, or after the service is ready."""
     settings = InferenceSettings.model_validate({"cache": {"mode": "recompute"}})
     model = Model(*loaded_model(tiny_model))
     for is_asked in (True, False):

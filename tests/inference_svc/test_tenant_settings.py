@@ -1,4 +1,4 @@
-"""Tenants' limits as an operator writes them."""
+"""Tenants' limits in the settings."""
 
 import pytest
 
@@ -24,8 +24,8 @@ def bounds(tmp_path, text):
     return load_inference_settings(path, {}).settings.tenant_bounds()
 
 
-def test_a_tenant_has_the_defaults_but_for_what_it_is_given(tmp_path):
-    """ "none" lifts a bound; nobody has one if none is written."""
+def test_a_tenant_has_the_defaults_except_its_own_limits(tmp_path):
+    """ "none" removes a limit; there are none by default."""
     default, named = bounds(tmp_path, LIMITS)
     assert default == TenantBounds(turns_per_minute=60, max_turns=8)
     assert named == {
@@ -36,7 +36,7 @@ def test_a_tenant_has_the_defaults_but_for_what_it_is_given(tmp_path):
 
 
 def test_limits_in_the_environment():
-    """As any other setting; names of tenants are in lower case there."""
+    """Like other settings; names of tenants are in lower case there."""
     environ = {"INFERENCE_TENANTS__ACME__MAX_TURNS": "2", "INFERENCE_LIMITS__MAX_SESSIONS": "none"}
     settings = load_settings(InferenceSettings, None, "INFERENCE", {}, environ).settings
     assert settings.tenant_bounds() == (TenantBounds(), {"acme": TenantBounds(max_turns=2)})
@@ -55,14 +55,14 @@ def test_limits_in_the_environment():
         ("server.socket_tenants", ["no name!"]),
     ],
 )
-def test_limits_that_cannot_be(key, value):
-    """Each is named."""
+def test_invalid_limits(key, value):
+    """Each is reported."""
     with pytest.raises(InvalidSettingsError) as refused:
         load_inference_settings(None, {key: value})
     assert key in str(refused.value)
 
 
-def test_what_a_reload_changes_are_settings():
+def test_keys_that_a_reload_changes_exist():
     """Each live key is a key, a section or a table."""
     known = load_inference_settings(None, {"tenants.a.max_turns": 1}).provenance
     tables = set(InferenceSettings.model_fields)

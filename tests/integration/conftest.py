@@ -11,7 +11,7 @@ from tests.truncation_oracle import TruncationOracle
 
 @pytest.fixture(scope="module")
 def model_dir(tiny_model, tmp_path_factory):
-    """The tiny model with a small window."""
+    """Build the tiny model with a small window."""
     return narrow_model(tiny_model, tmp_path_factory.mktemp("narrow") / "tiny", WINDOW_TOKENS)
 
 
@@ -22,7 +22,7 @@ def judge(model_dir):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow(model_dir, tmp_path_factory):
-    """A service that keeps nothing in memory: what a turn reuses comes from kvd."""
+    """Run a service that keeps no sessions in memory: reused tokens come from kvd."""
     pair = Pair(model_dir, tmp_path_factory.mktemp("narrow-pair"))
     async with pair.service:
         yield pair
@@ -30,7 +30,7 @@ async def narrow(model_dir, tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resident(model_dir, tmp_path_factory):
-    """A service whose sessions stay in memory, which is too small for four of them."""
+    """Run a service whose sessions stay in memory, which is too small for four of them."""
     pair = resident_pair(model_dir, tmp_path_factory.mktemp("resident-pair"))
     async with pair.service:
         yield pair

@@ -1,4 +1,4 @@
-"""Sessions whose context overflows, in the live pair: how their turns are judged."""
+"""Judging sessions of the live pair whose context overflows."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ DRAM = ("--dram", "16MB")
 
 
 async def identical(pair, judge, *names, coupled=False):
-    """Whether the judge agrees with every answer of these sessions."""
+    """Return whether the judge agrees with every answer of these sessions."""
     for name in names:
         session = await pair.session(name)
         assert session.context_tokens <= WINDOW_TOKENS + 1  # an answer's last token has no row
@@ -15,8 +15,8 @@ async def identical(pair, judge, *names, coupled=False):
         assert verdict.is_identical, (name, verdict)
 
 
-def reused_all(turn, *tiers):
-    """The turn recomputed nothing, and found its history in these tiers."""
+def check_all_reused(turn, *tiers):
+    """Check that the turn recomputed nothing, and found its history in these tiers."""
     usage = turn.usage
     assert usage.reused_tokens == usage.history_tokens > 0
     assert (usage.recomputed_tokens, usage.recompute_reason) == (0, "")

@@ -1,4 +1,4 @@
-"""What is only on SSD is on its way up before the text of its session's next turn is encoded."""
+"""Blocks on SSD are read while the text of their session's next turn is still being encoded."""
 
 from contextlib import asynccontextmanager
 
@@ -23,17 +23,17 @@ async def counts(kvd, *names):
 
 
 async def waiting(kvd):
-    """How many turns wait, as far as kvd has heard."""
+    """Return how many waiting turns have been reported to kvd."""
     return [layout.queue.waiting_jobs for layout in (await reader_stats(kvd)).layouts]
 
 
-async def stored(kvd):
+async def stored_sessions(kvd):
     return [info.session.session_id for info in await sessions_of(kvd)]
 
 
 @asynccontextmanager
 async def on_ssd(model, directory, *flags):
-    """A pair whose kvd has a session "a" on SSD only; the service has nothing of it."""
+    """Run a pair whose kvd has a session "a" on SSD only; the service has none of it."""
     kvd = KvdProcess(directory / "kvd", (*TIERS, *flags), keep="none")
     service = InferenceProcess(model, directory, kvd.runtime_dir)
     await kvd.start()
@@ -41,11 +41,12 @@ async def on_ssd(model, directory, *flags):
         async with service, service.client() as client:
             await wait_kvd_state(client, "attached")
             await client.submit(turn_request(DOCUMENT, "a", sampling=GREEDY))
-            await wait_saved(client)  # what is not stored yet is not dirty, either
+            await wait_saved(client)  # a block that is not stored yet is not dirty, either
             await all_clean(kvd)
             await kvd.stop()
-            # Not attached to the one before: of turns that wait when it attaches kvd does not know
-            # when they have come, reads ahead for them, and does not count them.
+            # Not attached earlier: when it attaches, kvd reads ahead for turns that already wait,
+            # without
+            # knowing their arrival, and does not count them.
             await wait_kvd_state(client, "detached")
             await kvd.start()
             await wait_kvd_state(client, "attached")
@@ -54,39 +55,42 @@ async def on_ssd(model, directory, *flags):
         await kvd.stop()
 
 
-async def refused_turn(kvd, client):
-    """A turn of the session that kvd hears of, and that is refused: its text is too long.
+async def submit_refused_turn(kvd, client):
+    """Submit a turn that is reported to kvd and then refused: its text is too long.
 
-    One that comes and goes before the queue is reported to a kvd that has just been started is not
-    heard of; then there is another. Of one that is heard of otherwise there is no use in waiting.
+    A turn that ends before a newly started kvd gets the queue is not reported; then another one is
+    submitted. Waiting would not help for a turn that is reported otherwise.
     """
     returns = ("returns_ssd", "returns_dram", "returns_gone")
     while not any(found := await counts(kvd, *returns)):
-        assert await stored(kvd) == ["a"]
+        assert await stored_sessions(kvd) == ["a"]
         with pytest.raises(InvalidInputError, match="tokens"):
             await client.submit(turn_request(TOO_LONG, "a", sampling=GREEDY))
     assert found == (1, 0, 0)
 
 
-async def test_ssd_is_read_for_a_turn_whose_prompt_is_not_known(tiny_model, short_dir):
-    """Not even that it is too long; then it waits no more, and what was read serves the next."""
+async def test_ssd_is_read_for_a_turn_that_is_still_being_encoded(tiny_model, short_dir):
+    """The turn turns out too long and stops waiting.
+
+    The next turn uses the blocks that were read.
+    """
     async with on_ssd(tiny_model, short_dir) as (kvd, client):
-        await refused_turn(kvd, client)
+        await submit_refused_turn(kvd, client)
         await eventually(lambda: counts(kvd, "returns_ssd", "prefetch_blocks"), (1, 3))
         await eventually(lambda: waiting(kvd), [0])
         turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
         assert turn.usage.recomputed_tokens == 0
         assert dict(turn.usage.tier_tokens) == {"dram": turn.usage.history_tokens}
-        # Whether that turn was heard of before it began depends on when queues are reported.
+        # Whether that turn was reported before it began depends on when queues are reported.
         assert await counts(kvd, "returns_ssd", "returns_gone") == (1, 0)
 
 
-async def test_a_policy_that_does_not_look_ahead_reads_nothing_for_it(tiny_model, short_dir):
-    """Where turns wait is of no interest to it."""
+async def test_a_policy_without_look_ahead_reads_nothing_ahead(tiny_model, short_dir):
+    """It ignores the queue."""
     settings = short_dir / "kvd.toml"
     settings.write_text('[eviction]\npolicy = "lru"\n')
     async with on_ssd(tiny_model, short_dir, "--config", str(settings)) as (kvd, client):
-        await refused_turn(kvd, client)
+        await submit_refused_turn(kvd, client)
         assert await counts(kvd, "prefetch_blocks") == (0,)
         turn = await client.submit(turn_request("More ", "a", sampling=GREEDY))
         assert dict(turn.usage.tier_tokens) == {"ssd": turn.usage.history_tokens}

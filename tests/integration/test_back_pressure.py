@@ -1,7 +1,7 @@
-"""More turns than the service can run: all of them end, or are given a time to come back.
+"""More turns than the service can run: all of them end, or get a time to retry at.
 
-Long turns ("blockers") hold every place while a test sets its scene; they end when their stream is
-closed. Nothing here depends on how fast anything is.
+Long turns ("blockers") occupy every place while a test prepares; they end when their stream is
+closed. No result depends on speed.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 MANY_TURNS = 1000
 FIRST_TURNS = 50
 SMALL_TURNS = 64
-PATIENT_TURNS = 80  # more than find a place at once, so that hints are followed again and again
+PATIENT_TURNS = 80  # more turns than places, so that hints are followed again and again
 MAX_RUNNING = 8
 ANSWER_TOKENS = 8
 SHORT = pb.Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True)
 BLOCKING = pb.Sampling(max_tokens=WINDOW_TOKENS - 64, ignore_eos=True)
-# Every running turn may be a blocker, and as many tokens again are there for others.
+# Every running turn may be a blocker, with as many tokens left for others.
 KV_TOKENS = 2 * MAX_RUNNING * WINDOW_TOKENS
-# What the service may keep of an open turn: messages of its stream, events, record, token ids.
+# Memory that the service may keep per open turn: messages of its stream, events, record, token ids.
 TURN_BYTES = 48 * 1024
 SPARE_BYTES = 32 * MIB  # buffers of torch and of gRPC, arenas of malloc
 
 
 @asynccontextmanager
 async def serving(model: Path, max_turns: int, max_running: int) -> AsyncIterator[InferenceProcess]:
-    """A service without kvd that gives every turn room for its whole answer at once."""
+    """Run a service without kvd that gives every turn room for its whole answer at once."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     settings = directory / "settings.toml"
     settings.write_text(
@@ -54,32 +54,32 @@ async def serving(model: Path, max_turns: int, max_running: int) -> AsyncIterato
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def roomy(tiny_model):
-    """There is a place for every turn."""
+    """Run a service with a place for every turn."""
     async with serving(tiny_model, MANY_TURNS + 24, MAX_RUNNING) as service:
         yield service
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def small(tiny_model):
-    """There is a place for few turns."""
+    """Run a service with a place for few turns."""
     async with serving(tiny_model, SMALL_TURNS, MAX_RUNNING) as service:
         yield service
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def single(tiny_model):
-    """One turn runs at a time."""
+    """Run a service that runs one turn at a time."""
     async with serving(tiny_model, SMALL_TURNS, 1) as service:
         yield service
 
 
 def short_turn(session_id: str, **fields: object) -> pb.SubmitTurnRequest:
-    """A turn of a few tokens, another text for each session."""
+    """Make a turn of a few tokens, with a different text for each session."""
     return turn_request(f"{session_id} says ", session_id, sampling=SHORT, **fields)
 
 
 def slow(prefix: str) -> list[str]:
-    """Names of blockers that together take longer than any deadline here, one after the other."""
+    """Return names of blockers that, one after the other, take longer than any deadline here."""
     return [f"{prefix}-{number}" for number in range(8)]
 
 
@@ -87,7 +87,7 @@ def slow(prefix: str) -> list[str]:
 async def blockers(
     client: InferenceClient, names: Sequence[str], until: str
 ) -> AsyncIterator[None]:
-    """Long turns, each followed up to its first event `until`; they end at the exit."""
+    """Run long turns, each followed up to its first event `until`; end them at the exit."""
     async with AsyncExitStack() as streams:
         for name in names:
             request = turn_request("Go ", name, sampling=BLOCKING)
@@ -106,15 +106,15 @@ async def submit_all(
 
 
 def assert_whole(results: Sequence[TurnResult]) -> None:
-    """Every turn has its full answer, in a session of its own."""
+    """Check that every turn has its full answer, in its own session."""
     assert {result.finished.finish_reason for result in results} == {"length"}
     assert {len(result.token_ids) for result in results} == {ANSWER_TOKENS}
     assert len({result.accepted.session_id for result in results}) == len(results)
 
 
 @pytest.mark.parametrize("num_turns", [60, pytest.param(MANY_TURNS, marks=pytest.mark.long)])
-async def test_very_many_open_turns_all_end_in_bounded_memory(roomy, num_turns):
-    """None is lost, none is stuck; memory grows by the working KV and a little for each turn."""
+async def test_very_many_open_turns_all_end_and_memory_is_bounded(roomy, num_turns):
+    """No turn is lost or stuck; memory grows by the working KV and a little for each turn."""
     sizes = []
 
     async def open_all(client, requests):
@@ -153,8 +153,8 @@ async def test_very_many_open_turns_all_end_in_bounded_memory(roomy, num_turns):
     assert max(sizes) - before <= bound
 
 
-async def test_a_full_service_says_when_to_come_back(small):
-    """Every refusal carries the queue's length and a hint; who follows the hints gets through."""
+async def test_a_full_service_gives_a_time_to_retry_at(small):
+    """Every refusal has the queue's length and a hint; clients that follow the hints are served."""
     refusals, refused = [], asyncio.Semaphore(0)
 
     def on_refused(error):
@@ -168,7 +168,7 @@ async def test_a_full_service_says_when_to_come_back(small):
             turns = asyncio.gather(
                 *(client.submit_patiently(request, on_refused=on_refused) for request in requests)
             )
-            for _ in requests:  # each at least once, for there is no place
+            for _ in requests:  # each at least once, because there is no place
                 await refused.acquire()
             model = await client.get_model()
         assert_whole(await turns)
@@ -181,7 +181,7 @@ async def test_a_full_service_says_when_to_come_back(small):
 
 
 async def test_a_higher_priority_is_served_first(single):
-    """It interrupts what runs and overtakes what waits; turns of one priority keep their order."""
+    """It preempts running turns and overtakes waiting ones; equal priorities keep their order."""
     names = [f"low-{number}" for number in range(3)]
     async with single.client() as client:
         turns = []
@@ -204,7 +204,7 @@ async def test_a_higher_priority_is_served_first(single):
 
 
 async def late(client: InferenceClient, request: pb.SubmitTurnRequest, **options) -> ReportedError:
-    """The turn ends with its deadline; returns the error."""
+    """Check that the turn ends with its deadline; return the error."""
     with pytest.raises(DeadlineError) as caught:
         await client.submit(request, **options)
     assert caught.value.retryable
@@ -212,8 +212,8 @@ async def late(client: InferenceClient, request: pb.SubmitTurnRequest, **options
     return caught.value
 
 
-async def test_a_turn_whose_deadline_passes_in_the_queue_leaves_its_session_as_it_was(single):
-    """It ends with DEADLINE_EXCEEDED, wherever it waits, and the session goes on afterwards."""
+async def test_a_turn_whose_deadline_passes_in_the_queue_does_not_change_its_session(single):
+    """It ends with DEADLINE_EXCEEDED, wherever it waits, and the session continues afterwards."""
     async with single.client() as client:
         await client.submit(short_turn("hurried"))
         before = await client.get_session("hurried", with_turns=True)
@@ -232,7 +232,7 @@ async def test_a_turn_whose_deadline_passes_in_the_queue_leaves_its_session_as_i
     assert result.accepted.turn == 1
 
 
-async def test_a_repeat_with_more_time_keeps_its_turn_alive(single):
+async def test_a_repeat_with_a_later_deadline_extends_the_turn(single):
     """The turn's deadline is the latest of the clients that follow it."""
     async with single.client() as client:
         async with blockers(client, slow("before"), until="accepted"):
@@ -243,7 +243,8 @@ async def test_a_repeat_with_more_time_keeps_its_turn_alive(single):
                 turn = client.submit(request, on_event=lambda _, event=accepted: event.set())
                 turns.append(asyncio.create_task(turn))
                 await accepted.wait()
-            error = await late(client, short_turn("other", deadline_s=1.2))  # the first's is over
+            # the first client's deadline has passed
+            error = await late(client, short_turn("other", deadline_s=1.2))
             assert error.reason == "deadline_exceeded"
         one, other = await asyncio.gather(*turns)
     assert one.token_ids == other.token_ids

@@ -1,6 +1,6 @@
-"""Bad input: one line that names the remedy, the right status or exit code, and nothing is lost.
+"""Bad input: one line that names the remedy, the right status or exit code, and no state is lost.
 
-The two tables below are the list of what a caller, or an operator at the start, may get wrong.
+The two tables below list the mistakes of callers, and those of operators at the start.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Call = Callable[[InferenceClient], Awaitable[object]]
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that is refused, by class (hence status), slug, and a word of the message."""
+    """A call that is refused, with class (hence status), slug, and a word of the message."""
 
     name: str
     call: Call
@@ -38,12 +38,12 @@ class BadCall:
 
 
 def turn(*args, **fields):
-    """A turn of the session that is open already, unless another is named."""
+    """Make a turn of the session that is open already, unless another is named."""
     given, *rest = args
     return lambda client: client.submit(turn_request(given, *(rest or [SESSION]), **fields))
 
 
-def sampled(overflow=None, **values):
+def make_sampled_turn(overflow=None, **values):
     return turn("Hi", sampling=pb.Sampling(**values), overflow=overflow)
 
 
@@ -75,45 +75,49 @@ BAD_CALLS = (
     ),
     BadCall(
         "answer too long",
-        sampled(max_tokens=WINDOW_TOKENS, overflow=pb.Overflow(policy="reject")),
+        make_sampled_turn(max_tokens=WINDOW_TOKENS, overflow=pb.Overflow(policy="reject")),
         InvalidInputError,
         "input_too_long",
         str(WINDOW_TOKENS),
     ),
     BadCall(
-        "temperature", sampled(temperature=-1), InvalidInputError, "invalid_sampling", "temperature"
+        "temperature",
+        make_sampled_turn(temperature=-1),
+        InvalidInputError,
+        "invalid_sampling",
+        "temperature",
     ),
     BadCall(
         "several values at once",
-        sampled(top_p=0, min_p=1, repetition_penalty=-2, max_tokens=0, stop=[""]),
+        make_sampled_turn(top_p=0, min_p=1, repetition_penalty=-2, max_tokens=0, stop=[""]),
         InvalidInputError,
         "invalid_sampling",
         "min_p",
     ),
     BadCall(
         "penalties and a bias",
-        sampled(frequency_penalty=3, presence_penalty=-3, logit_bias={5: 200}),
+        make_sampled_turn(frequency_penalty=3, presence_penalty=-3, logit_bias={5: 200}),
         InvalidInputError,
         "invalid_sampling",
         "presence_penalty -3",
     ),
     BadCall(
         "answer longer than it may be",
-        sampled(min_tokens=9, max_tokens=8),
+        make_sampled_turn(min_tokens=9, max_tokens=8),
         InvalidInputError,
         "invalid_sampling",
         "min_tokens 9",
     ),
     BadCall(
         "stop token",
-        sampled(stop_token_ids=[10**6]),
+        make_sampled_turn(stop_token_ids=[10**6]),
         InvalidInputError,
         "invalid_sampling",
         "stop_token_ids",
     ),
     BadCall(
         "biased token",
-        sampled(logit_bias={10**6: 1}),
+        make_sampled_turn(logit_bias={10**6: 1}),
         InvalidInputError,
         "invalid_sampling",
         "logit_bias",
@@ -187,7 +191,7 @@ BAD_CALLS = (
 
 @pytest.mark.parametrize("bad", BAD_CALLS, ids=lambda bad: bad.name)
 async def test_a_bad_call_is_refused_in_one_line(pair: Pair, bad: BadCall):
-    """Status, slug and remedy are right, and the session goes on as if nothing had been said."""
+    """Status, slug and remedy are right, and the session continues as if nothing had been sent."""
     async with pair.service.client() as client:
         try:
             before = await client.get_session(SESSION, with_turns=True)
@@ -207,14 +211,14 @@ async def test_a_bad_call_is_refused_in_one_line(pair: Pair, bad: BadCall):
 
 @dataclass(frozen=True)
 class BadStart:
-    """A start that is refused; {name} in arguments stands for a path of `Places`."""
+    """A start that is refused; {name} in arguments stands for a path of `places`."""
 
     name: str
     arguments: tuple[str, ...]
     exit_code: int
     words: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
-    is_cold: bool = False  # imports anew, as one of each program does
+    is_cold: bool = False  # runs without imported modules, as one case per program does
 
 
 SERVE = ("inference_svc.cli.main", "serve", "--state-dir", "{tmp}/state", "--mode", "recompute")
@@ -282,7 +286,7 @@ BAD_STARTS = (
 
 @pytest.fixture(scope="session")
 def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
-    """Paths for BAD_STARTS: a directory, a plain file, a live socket, a model without a cache."""
+    """Return paths for BAD_STARTS: a directory, a file, a live socket, a model without a cache."""
     directory = tmp_path_factory.mktemp("bad")
     (directory / "file").write_text("not a directory")
     return {
@@ -295,7 +299,7 @@ def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("bad", BAD_STARTS, ids=lambda bad: bad.name)
 async def test_a_bad_start_is_refused_in_one_line(places: dict[str, str], bad: BadStart):
-    """stderr is one line that says what to change, after those of directories that were made."""
+    """stderr is one line that names the remedy, after lines about created directories."""
     arguments = [argument.format(**places) for argument in bad.arguments]
     environ = {"PATH": "/usr/bin:/bin", "HOME": places["tmp"], **bad.environ}
     run = _run_cold if bad.is_cold else _run_warm
@@ -309,7 +313,10 @@ async def test_a_bad_start_is_refused_in_one_line(places: dict[str, str], bad: B
 
 
 async def _run_cold(arguments: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Run `python -m ARGUMENTS`; returns its exit code and what it said, all of it on stderr."""
+    """Run `python -m ARGUMENTS`.
+
+    Return its exit code and its stderr, which is all of its output.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -323,7 +330,7 @@ async def _run_cold(arguments: list[str], environ: dict[str, str]) -> tuple[int,
 
 
 async def _run_warm(arguments: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """The same in a process that has its imports; stdout and stderr are one."""
+    """Run the same in a process with its imports done; stdout and stderr are one stream."""
     module, *rest = arguments
     program = KVD if module.startswith("kvd") else SERVICE
     with tempfile.TemporaryFile() as said:

@@ -22,7 +22,7 @@ async def service(tiny_model, tmp_path_factory):
         yield process
 
 
-async def piped(*arguments: str, given: str = "") -> tuple[int, bytes, str]:
+async def run_piped(*arguments: str, given: str = "") -> tuple[int, bytes, str]:
     """Run `inference-svc` between two pipes."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -38,7 +38,7 @@ async def piped(*arguments: str, given: str = "") -> tuple[int, bytes, str]:
 
 
 async def test_chat_is_a_filter(service):
-    """Each line is a question of one conversation; out come the answers, and nothing else."""
+    """Each line is a question of one conversation; the output has the answers only."""
     sampling = pb.Sampling(max_tokens=8)
     answers = []
     async with service.client() as client:
@@ -48,7 +48,7 @@ async def test_chat_is_a_filter(service):
             answers.append(turn.text)
     content = f"{QUESTIONS[0]}\n\n{QUESTIONS[1]}\n"
     options = ("--max-tokens", "8", "--session", "in-a-pipe", "--address", service.address)
-    code, out, err = await piped("chat", *options, given=content)
+    code, out, err = await run_piped("chat", *options, given=content)
     assert (code, err) == (0, "")
     assert out.decode() == "".join(f"{answer}\n" for answer in answers)
     async with service.client() as client:
@@ -57,26 +57,29 @@ async def test_chat_is_a_filter(service):
 
 
 async def test_a_filter_ends_with_an_error(service):
-    """As any other command: one line, and an exit code."""
+    """As with other commands there is one line and an exit code."""
     at = ("--session", "not/a session", "--address", service.address)
-    code, out, err = await piped("chat", *at, given=f"{QUESTIONS[0]}\n")
+    code, out, err = await run_piped("chat", *at, given=f"{QUESTIONS[0]}\n")
     assert code == 2
     assert out == b""
     assert err.startswith("inference-svc: ")
     assert err.count("\n") == 1
 
 
-async def test_status_has_numbers(service):
-    """In JSON as numbers, large ones too; for people on a screen, with what was measured."""
+async def test_status_shows_numbers(service):
+    """JSON has numbers, also large ones.
+
+    The screen shows them with their units and measurements.
+    """
     async with service.client() as client:
         await client.submit(turn_request("Once", sampling=pb.Sampling(max_tokens=4)))
-    code, out, err = await piped("status", "--json", "--address", service.address)
+    code, out, err = await run_piped("status", "--json", "--address", service.address)
     assert code == 0, err
     content = json.loads(out)
     assert content["counters"]["turns_finished"] >= 1
     assert content["kv_bytes_per_token"] > 0
     assert 0 < content["gauges"]["ttft_p50_s"] <= content["gauges"]["ttft_p95_s"]
-    code, out, err = await piped("--address", service.address, "status")
+    code, out, err = await run_piped("--address", service.address, "status")
     assert code == 0, err
     shown = out.decode()
     for words in ("first token  after", "tokens/s while it computes", "hit rate"):

@@ -36,8 +36,8 @@ async def read(pair, name):
         return await client.get_session(pair.name(name), with_turns=True)
 
 
-async def test_turns_go_on_with_what_is_left(pair, truncation_oracle):
-    """Nothing is recomputed, and answers are those of the plain formula over the kept tokens."""
+async def test_turns_continue_with_the_kept_tokens(pair, truncation_oracle):
+    """No token is recomputed, and answers are those of the plain formula over the kept tokens."""
 
     async def talk(policy):
         return [await pair.say(policy, 300, compression=compression(policy)) for _ in range(3)]
@@ -53,14 +53,14 @@ async def test_turns_go_on_with_what_is_left(pair, truncation_oracle):
             usage, context = turn.usage, left + 300 + 16
             assert (usage.recomputed_tokens, usage.reused_tokens) == (0, usage.history_tokens)
             left = context - usage.compressed_tokens
-            # Beside the ratio stay the last token, which is not computed, and special tokens.
+            # Beside the ratio the last token, which is not computed, and special tokens stay.
             assert 1 <= left - ceil((context - 1) * KEEP_RATIO) <= 4
         assert sessions[policy].context_tokens == left
         assert [each.reason for each in sessions[policy].discards] == [f"compression:{policy}"] * 3
 
 
-async def test_what_goes_is_what_plain_attention_makes_least_of(pair, tiny_model):
-    """The ranges are those that the policy names for the stock model's attention weights."""
+async def test_tokens_with_the_least_attention_are_dropped(pair, tiny_model):
+    """The dropped ranges are those that the policy chooses by the stock model's attention."""
     async with pair.with_kvd("--dram", "16MB"):
         for policy in POLICIES[1:]:
             await pair.say(policy, 300, compression=compression(policy))
@@ -76,12 +76,15 @@ async def test_what_goes_is_what_plain_attention_makes_least_of(pair, tiny_model
         found = [(each.start, each.end) for each in session.discards[0].ranges]
         scores += [0.0] * (num_tokens - len(scores))
         assert num_in(found) == num_in(wanted) == turn.usage.compressed_tokens
-        # By the sum of scores: two tokens that are nearly equal may change places.
+        # By the sum of scores: two tokens with nearly equal scores may change places.
         assert sum(without(scores, found)) == pytest.approx(sum(without(scores, wanted)), rel=1e-4)
 
 
 async def test_kvd_holds_less_after_a_compression(pair, truncation_oracle, tmp_path):
-    """Half of the tokens are two thirds of the blocks, as the last is not full; they load."""
+    """Half of the tokens take two thirds of the blocks, as the last is not full.
+
+    They can be loaded.
+    """
     config = tmp_path / "kvd.toml"
     config.write_text('[compaction]\nmin_bytes = 0\nrest = "0s"\n')
     async with pair.with_kvd("--dram", "16MB", "--config", str(config)):
@@ -104,7 +107,7 @@ async def test_kvd_holds_less_after_a_compression(pair, truncation_oracle, tmp_p
 
 
 def stock_scores(model_dir, token_ids, policy, prompt_tokens):
-    """Attention of the queries that count, summed over heads and layers, by the stock model."""
+    """Compute the attention of the queries that count, summed over heads and layers."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -119,7 +122,7 @@ def stock_scores(model_dir, token_ids, policy, prompt_tokens):
 
 @pytest.mark.long
 async def test_a_service_may_compress_every_turn(tiny_model, truncation_oracle, short_dir):
-    """By its settings, of KV that stays in memory, and with windows that overflow on the way."""
+    """Its settings do so, for KV that stays in memory, while windows overflow."""
     config = short_dir / "service.toml"
     config.write_text(
         '[compression]\npolicy = "h2o"\nkeep_ratio = 0.4\nmin_tokens = 100\n'
@@ -139,7 +142,7 @@ async def test_a_service_may_compress_every_turn(tiny_model, truncation_oracle, 
     verdict = truncation_oracle.judge(session)
     assert verdict.is_identical, verdict
     usages = [turn.usage for turn in turns]
-    assert usages[0].compressed_tokens == 0  # too short
+    assert usages[0].compressed_tokens == 0  # too short to be compressed
     assert all(usage.compressed_tokens > 0 for usage in usages[1:])
     assert {each.reason for each in session.discards} == {"overflow", "compression:h2o"}
     assert any(each.after_tokens > 200 for each in session.discards if each.reason == "overflow")

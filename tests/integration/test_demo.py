@@ -1,4 +1,4 @@
-"""The demo as a user runs it: the shipped model, the shipped conversations, a kill of kvd."""
+"""The demo as a user runs it: the included model and conversations, and a kill of kvd."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ with warm_children(WarmPython(lent=kvd), WarmPython(lent=service)):
 
 
 async def demo(num_conversations, *flags):
-    """Start `inference-svc demo` on so many conversations; None: on all."""
+    """Start `inference-svc demo` with so many conversations; None: with all."""
     program, lent = ("-m", "inference_svc.cli.main"), ()
     if num_conversations is not None:
         lent = (KVD.lent(), SERVICE.lent())
@@ -46,8 +46,8 @@ async def demo(num_conversations, *flags):
 
 
 @pytest.mark.parametrize("num_conversations", [1, pytest.param(None, marks=pytest.mark.long)])
-async def test_the_demo_shows_what_it_promises(num_conversations):
-    """Identical answers, nearly all history reused, also after kvd was killed; then kvd's CLI."""
+async def test_the_demo_shows_identical_answers_and_reuse(num_conversations):
+    """Nearly all history is reused, also after kvd was killed; then kvd's commands are tried."""
     process = await demo(num_conversations, "--json", "--keep-running")
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -55,7 +55,7 @@ async def test_the_demo_shows_what_it_promises(num_conversations):
             said = (await process.stderr.readuntil(b"chat")).decode()
             runtime_dir = re.search(r"--runtime-dir (\S+)", said).group(1)
             await _look_around(runtime_dir, document["num_sessions"])
-    finally:  # whatever has failed: it would keep three processes running
+    finally:  # kill it even if the test failed: it would keep three processes running
         if process.returncode is None:
             process.send_signal(signal.SIGINT)
         exit_code = await process.wait()
@@ -68,7 +68,7 @@ async def test_the_demo_shows_what_it_promises(num_conversations):
     turns = document["turns"]
     assert len(turns) == 5 * document["num_sessions"] >= 5 * (num_conversations or 6)
     assert all(turn["output_tokens"] >= 32 for turn in turns)
-    # DRAM went with kvd: what a turn finds there now was read ahead, while it waited.
+    # DRAM was lost with kvd: a block in DRAM was read ahead while the turn waited.
     found = [set(turn["tiers"]) for turn in turns if turn["after_kill"]]
     assert all(tiers and tiers <= {"ssd", "dram"} for tiers in found)
 
@@ -84,7 +84,7 @@ async def _first_document(stream):
 
 
 async def _look_around(runtime_dir, num_sessions):
-    """The operator's commands, for people and as JSON."""
+    """Try the operator's commands, for people and as JSON."""
     where = ("--runtime-dir", runtime_dir)
     code, text, _ = await run_cli("ls", *where, "--json")
     sessions = json.loads(text)["sessions"]

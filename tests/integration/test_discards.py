@@ -13,20 +13,20 @@ from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.process.runtime_dir import channel_options
 from shared.types.errors import ConflictError
-from tests.integration.overflowing import DRAM, identical, reused_all
+from tests.integration.overflowing import DRAM, check_all_reused, identical
 from tests.pair import Pair, until
 
-NUM_LEAVING = 12  # clients that hang up in the middle
+NUM_LEAVING = 12  # clients that disconnect in the middle
 
 
 async def is_cut(pair, session_id, num_tokens):
-    """Whether kvd has less of a session than so many tokens."""
+    """Return whether kvd has fewer tokens of a session than given."""
     return (await pair.stored(session_id)).num_tokens < num_tokens
 
 
 @asynccontextmanager
-async def begun(pair, request, until="tokens"):
-    """A turn that answers, or at least waits; it is cancelled at the end."""
+async def begin_turn(pair, request, until="tokens"):
+    """Submit a turn and follow it until it answers, or at least waits; cancel it at the end."""
     async with (
         pair.service.client() as client,
         aclosing(client.stream_turn(request)) as events,
@@ -37,7 +37,7 @@ async def begun(pair, request, until="tokens"):
         yield client
 
 
-async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
+async def test_a_cancelled_turn_does_not_change_the_session(narrow, judge):
     """The next turn has the whole context again, recomputed."""
     async with narrow.with_kvd(*DRAM):
         for _ in range(3):
@@ -48,7 +48,7 @@ async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
             narrow.name("undone"),
             sampling=pb.Sampling(max_tokens=4000, ignore_eos=True),
         )
-        async with begun(narrow, request):
+        async with begin_turn(narrow, request):
             pass
         after = await narrow.say("undone", 20, wait=True)
         session = await narrow.session("undone")
@@ -61,10 +61,10 @@ async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
 
 
 @pytest.mark.parametrize("tier", [pytest.param("dram", marks=pytest.mark.long), "hbm"])
-async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_turn_left(
+async def test_blocks_of_a_cancelled_turn_are_not_used_for_equal_tokens(
     narrow, resident, judge, tier
 ):
-    """What it left has the tokens of the next turn's context, and rows of another one."""
+    """They have the tokens of the next turn's context, but rows of another context."""
     pair = resident if tier == "hbm" else narrow
     period, name = pair.some_tokens(7), "periodic"
     async with pair.with_kvd(*DRAM):
@@ -78,7 +78,7 @@ async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_t
             sampling=pb.Sampling(max_tokens=4000, ignore_eos=True),
             overflow=pb.Overflow(ratio=20 * len(period) / before.context_tokens),
         )
-        async with begun(pair, cut):
+        async with begin_turn(pair, cut):
             pass
         after = await pair.say(name, 20, max_tokens=24, wait=True)
         await identical(pair, judge, name)
@@ -87,10 +87,10 @@ async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_t
 
 
 @pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.long), ("--residents",)])
-async def test_a_turn_cancelled_while_it_waited_is_tried_again(
+async def test_a_turn_cancelled_while_it_waits_can_be_retried(
     model_dir, judge, tmp_path_factory, flags
 ):
-    """What it dropped is gone, what was left is found by the retry, which drops the same."""
+    """The tokens that it dropped are gone; the retry finds the rest and drops the same."""
     directory = tmp_path_factory.mktemp("one-by-one")
     (directory / "settings.toml").write_text("[scheduler]\nmax_running = 1\nmax_loading = 1\n")
     pair = Pair(model_dir, directory, "--config", str(directory / "settings.toml"), *flags)
@@ -108,19 +108,19 @@ async def test_a_turn_cancelled_while_it_waited_is_tried_again(
             pair.some_tokens(150), pair.name("of"), sampling=pb.Sampling(max_tokens=16), wait=True
         )
         async with (
-            begun(pair, long_turn("runs")),
-            begun(pair, long_turn("is-next"), until="started"),
-            begun(pair, wanted, until="accepted"),
+            begin_turn(pair, long_turn("runs")),
+            begin_turn(pair, long_turn("is-next"), until="started"),
+            begin_turn(pair, wanted, until="accepted"),
         ):
             await until(partial(is_cut, pair, "of", before))
         retry = await pair.submit(wanted)
         await identical(pair, judge, "of")
     assert retry.usage.dropped_tokens > 0
-    reused_all(retry, "hbm" if flags else "dram")
+    check_all_reused(retry, "hbm" if flags else "dram")
 
 
 async def test_forks_from_before_and_after_a_discard(narrow, judge):
-    """Each goes on with the context of its turn, and disturbs nobody."""
+    """Each continues with the context of its turn, and does not affect the others."""
     async with narrow.with_kvd(*DRAM):
         turns = [await narrow.say("parent", 160) for _ in range(3)]
         (cut,) = {turn.accepted.turn for turn in turns if turn.usage.dropped_tokens}
@@ -138,7 +138,10 @@ async def test_forks_from_before_and_after_a_discard(narrow, judge):
 
 @pytest.mark.parametrize("tier", ["dram", pytest.param("hbm", marks=pytest.mark.long)])
 async def test_a_client_may_drop_any_tokens(narrow, resident, judge, tier):
-    """Ranges and positions of the context; the next turn reuses what is left, also after a fork."""
+    """Ranges and positions of the context are accepted.
+
+    The next turn reuses the rest, in forks too.
+    """
     pair = resident if tier == "hbm" else narrow
     async with pair.with_kvd(*DRAM):
         for _ in range(2):
@@ -160,32 +163,32 @@ async def test_a_client_may_drop_any_tokens(narrow, resident, judge, tier):
     assert (lost.dropped_tokens, lost.context_tokens) == (len(gone), len(left))
     assert (more.dropped_tokens, more.context_tokens) == (5, len(left) - 5)
     assert turns[0].usage.history_tokens == len(left) - 5 - 1
-    reused_all(turns[0], tier)
+    check_all_reused(turns[0], tier)
 
 
 async def test_a_busy_session_is_not_cut(narrow):
-    """A turn under way would lose what it reads."""
+    """An active turn would lose rows that it reads."""
     async with narrow.with_kvd(*DRAM):
         name = narrow.name("busy")
         request = turn_request(
             narrow.some_tokens(20), name, sampling=pb.Sampling(max_tokens=400, ignore_eos=True)
         )
-        async with begun(narrow, request) as client:
+        async with begin_turn(narrow, request) as client:
             with pytest.raises(ConflictError) as busy:
                 await client.discard(name, [(0, 5)])
     assert busy.value.reason == "session_busy"
 
 
-async def said_when_free(pair, name):
-    """A turn, once nobody changes the session any more."""
+async def submit_when_free(pair, name):
+    """Submit a turn as soon as no call is changing the session."""
     while True:
         with suppress(ConflictError):
             return await pair.say(name, 5, max_tokens=2)
 
 
 @pytest.mark.long
-async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir, tmp_path):
-    """Whenever it hangs up, what the next turn sees is what is on disk."""
+async def test_a_discard_whose_client_disconnects_is_not_left_half_done(model_dir, tmp_path):
+    """Whenever the client disconnects, the next turn sees the state on disk."""
     pair = Pair(model_dir, tmp_path, "--mode", "recompute")
     async with pair.service:
         async with grpc.aio.insecure_channel(
@@ -198,13 +201,14 @@ async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir
                 gone = [pb.TokenRange(start=0, end=10)]
                 begun_s = time.perf_counter()
                 call = stub.Discard(pb.DiscardRequest(session_id=name, ranges=gone))
-                if number:  # the first one is measured, the others end somewhere inside it
+                # the first discard is timed, the others are interrupted within that time
+                if number:
                     await asyncio.sleep(whole_s * number / NUM_LEAVING)
                     call.cancel()
                 with suppress(asyncio.CancelledError):
                     await call
                     whole_s = whole_s or time.perf_counter() - begun_s
-                await said_when_free(pair, f"left{number}")
+                await submit_when_free(pair, f"left{number}")
         before = [await pair.session(f"left{number}") for number in range(NUM_LEAVING)]
         await pair.service.stop()
         await pair.service.start()
@@ -221,8 +225,8 @@ async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir
         pytest.param("h2o", marks=pytest.mark.long),
     ],
 )
-async def test_a_compressed_session_goes_on_with_what_was_kept(narrow, judge, policy):
-    """Each turn gives up the part that it was asked to; the next one reuses all that is left."""
+async def test_a_compressed_session_continues_with_the_kept_tokens(narrow, judge, policy):
+    """Each turn drops the requested part; the next one reuses all of the rest."""
     async with narrow.with_kvd(*DRAM):
         wanted = pb.Compression(policy=policy, keep_ratio=0.5)
         turns = [await narrow.say("less", 240, compression=wanted) for _ in range(3)]
@@ -232,5 +236,5 @@ async def test_a_compressed_session_goes_on_with_what_was_kept(narrow, judge, po
     assert session.context_tokens < 240
     assert {discard.reason for discard in session.discards} == {f"compression:{policy}"}
     for turn in turns[1:]:
-        reused_all(turn, "dram")
+        check_all_reused(turn, "dram")
     assert len({turn.usage.compressed_tokens for turn in turns}) > 1

@@ -1,4 +1,4 @@
-"""A real kvd with a key: what is on its disk, what becomes of it when keys change, are lost, go."""
+"""A real kvd with a key: its files, and what happens when keys change, are lost or deleted."""
 
 import asyncio
 from contextlib import suppress
@@ -25,7 +25,7 @@ from tests.synthetic_engine import (
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # Each goes on with the disk as the one before has left it.
+    # Each test continues with the disk as the previous one has left it.
     pytest.mark.random_order(disabled=True),
 ]
 
@@ -36,19 +36,22 @@ SIZES = ("--dram", "1MB", "--ssd", "4MB")
 
 
 class World:
-    """A kvd and its engine. Sessions' tokens are those of their number, and no other session's."""
+    """A kvd and its engine.
+
+    Sessions have the tokens of their number, which no other session has.
+    """
 
     def __init__(self, kvd: KvdProcess, engine: SyntheticEngine) -> None:
         self.kvd = kvd
         self.engine = engine
 
     async def store(self, tenant: str, number: int) -> None:
-        """Store a session and have it written."""
+        """Store a session and have it written to SSD."""
         await self.engine.store(key_of(f"s{number}", tenant), tokens_of(number))
         await all_clean(self.kvd)
 
     async def load(self, tenant: str, number: int):
-        """Load a session, comparing every byte."""
+        """Load a session; compare every byte."""
         return await self.engine.load(key_of(f"s{number}", tenant), tokens_of(number))
 
     async def is_stored(self, tenant: str, number: int) -> bool:
@@ -62,7 +65,7 @@ class World:
         await self.engine.client.wait_attached(ATTACH_S)
 
     async def refusal(self) -> str:
-        """Start it, which must be refused, and say why."""
+        """Start kvd, which must be refused, and return the reason."""
         await self.kvd.stop()
         before = len(self.kvd.log())
         await self.kvd.spawn()
@@ -81,11 +84,11 @@ class World:
         self.kvd._environment["KVD_ENCRYPTION__ENABLED"] = str(enabled).lower()
 
     def on_disk(self, number: int) -> set[str]:
-        """Names of the files that have tokens or rows of a session in plain."""
+        """Return names of the files that have tokens or rows of a session in plain."""
         return _files_with(self.kvd.state_dir, number)
 
     def in_memory(self, number: int) -> set[str]:
-        """The same of the arena, journal and all."""
+        """Return the same for the arena, with its journal."""
         return _files_with(self.kvd.log_path.parent / "shm", number)
 
 
@@ -95,7 +98,7 @@ def tokens_of(number: int) -> list[int]:
 
 
 def _files_with(directory: Path, number: int) -> set[str]:
-    """Files that have two token ids side by side, or the first row of a layer's keys."""
+    """Return the files with two token ids side by side, or with the first row of a layer's keys."""
     first = tokens_of(number)[0]
     row = np.asarray([first, 0, 0, 0] * 2, "<u4").tobytes()
     traces = (encode(tokens_of(number)[2:4]), row)
@@ -105,7 +108,7 @@ def _files_with(directory: Path, number: int) -> set[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory):
-    """A kvd without a key, nothing stored; DRAM is kept over restarts."""
+    """Run a kvd without a key and without sessions; DRAM is kept over restarts."""
     directory = tmp_path_factory.mktemp("enc")
     kvd = KvdProcess(directory, SIZES)
     await kvd.start()
@@ -116,7 +119,7 @@ async def world(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def key(world):
-    """A key file."""
+    """Write a key file."""
     path = world.kvd.log_path.parent / "master.key"
     code, stdout, _ = await run_cli("key", "new", str(path))
     assert code == 0
@@ -124,11 +127,11 @@ async def key(world):
     return path
 
 
-# The tests follow one another: each takes the state directory as the one before has left it.
+# The tests follow one another: each takes the state directory as the previous one has left it.
 
 
-async def test_without_a_key_nothing_is_erased(world):
-    """Blocks are plain, and a secure flush is refused, for it would promise what it cannot do."""
+async def test_without_a_key_a_secure_flush_is_refused(world):
+    """Blocks are plain, and kvd could not keep the promise of a secure flush."""
     await world.store("old", 1)
     assert world.on_disk(1) == {".segment"}
     code, said = await world.erase("--all")
@@ -137,7 +140,7 @@ async def test_without_a_key_nothing_is_erased(world):
     assert await world.is_stored("old", 1)
 
 
-async def test_turning_encryption_on_keeps_what_is_plain(world, key):
+async def test_turning_encryption_on_keeps_plain_blocks(world, key):
     """Old blocks are served, new ones are encrypted; no tenant can be erased by its key alone."""
     world.use_key(key)
     world.kvd._environment["KVD_DRAM__KEEP"] = "none"  # from SSD
@@ -157,8 +160,8 @@ async def test_turning_encryption_on_keeps_what_is_plain(world, key):
     assert (await world.load("old", 1)).tiers == {"ssd"}
 
 
-async def test_erasing_all_removes_what_is_plain(world, key):
-    """After it neither disk nor memory has anything of any session, encrypted or not."""
+async def test_erasing_everything_removes_plain_blocks(world, key):
+    """Afterwards neither disk nor memory has any part of any session, encrypted or not."""
     world.kvd._environment["KVD_DRAM__KEEP"] = "file"
     await world.restart()
     await world.store("old", 3)
@@ -177,10 +180,10 @@ async def test_erasing_all_removes_what_is_plain(world, key):
 
 
 async def test_erasing_a_tenant_leaves_the_others(world):
-    """Its sessions are misses, then and later, its key is in no file; the others' are hits."""
+    """Its sessions are misses, now and later, and no file has its key; the others' are hits."""
     for tenant, number in (("a", 4), ("a", 5), ("b", 6)):
         await world.store(tenant, number)
-    secret = _wrapped(world, "a")
+    secret = _wrapped_keys(world, "a")
     assert _files_having(world, secret)
     code, _ = await world.erase("--tenant", "a", "--dry-run")
     assert code == 0
@@ -196,11 +199,11 @@ async def test_erasing_a_tenant_leaves_the_others(world):
         await world.restart()
     await world.store("a", 4)
     assert await world.is_stored("a", 4)
-    assert _wrapped(world, "a") != secret
+    assert _wrapped_keys(world, "a") != secret
 
 
-async def test_engines_go_on_while_a_tenant_is_erased(world):
-    """What is loaded meanwhile is whole, or refused, or a miss; from the answer on it is a miss."""
+async def test_engines_run_on_while_a_tenant_is_erased(world):
+    """Loads meanwhile are complete, refused or missed; after the answer they are misses."""
     for number in range(10, 16):
         await world.store("a", number)
     done = asyncio.Event()
@@ -211,7 +214,7 @@ async def test_engines_go_on_while_a_tenant_is_erased(world):
         for number in range(10, 16):
             assert not await world.is_stored("a", number)
     finally:
-        done.set()  # else the test that failed would go on for ever
+        done.set()  # otherwise the loads of a failed test would never end
     assert await loading
     assert await world.is_stored("b", 6)
 
@@ -220,14 +223,18 @@ async def _load_until(world, done) -> int:
     num_loads = 0
     while not done.is_set():
         for number in range(10, 16):
-            with suppress(ReportedError):  # it is being erased, or the lease is lost by it
+            # the tenant is being erased, or its lease is lost by that
+            with suppress(ReportedError):
                 await _load_and_complete(world.engine, number)
             num_loads += 1
     return num_loads
 
 
 async def _load_and_complete(engine: SyntheticEngine, number: int) -> None:
-    """What was read counts once the lease is completed; until then anything may be there."""
+    """Load a session and complete: only then do the bytes count.
+
+    Before, memory may have anything.
+    """
     grant = await engine.client.prepare_load(
         key_of(f"s{number}", "a"), encode(tokens_of(number)), 0, CALL_S
     )
@@ -242,15 +249,18 @@ async def _load_and_complete(engine: SyntheticEngine, number: int) -> None:
     assert not wrong
 
 
-async def test_one_session_is_not_erased(world):
+async def test_a_single_session_cannot_be_erased(world):
     """Only a whole tenant has a key of its own."""
     code, said = await world.cli("flush", "s6", "--tenant", "b", "--secure", "--yes")
     assert code != 0
     assert await world.is_stored("b", 6), said
 
 
-async def test_without_its_key_kvd_does_not_start(world, key):
-    """Nor with another one; it says which it needs, changes nothing, and shows no key."""
+async def test_kvd_does_not_start_without_its_key(world, key):
+    """Nor does it with another key.
+
+    It names the key it needs, changes nothing, and shows no key.
+    """
     other = key.with_name("other.key")
     await run_cli("key", "new", str(other))
     world.use_key(other)
@@ -269,7 +279,10 @@ async def test_without_its_key_kvd_does_not_start(world, key):
 
 
 async def test_a_key_is_rotated(world, key):
-    """Keys are wrapped by another one while kvd is down; the old one opens nothing any more."""
+    """The sessions' keys are wrapped by another key while kvd is down.
+
+    The old key opens nothing.
+    """
     new = key.with_name("new.key")
     await run_cli("key", "new", str(new))
     state = ("--state-dir", str(world.kvd.state_dir))
@@ -281,7 +294,7 @@ async def test_a_key_is_rotated(world, key):
     assert (code, f"{nowhere} does not exist" in stderr) == (REFUSED, True)
     assert not nowhere.exists()
     await world.kvd.stop()
-    old_secret = _wrapped(world, "b")
+    old_secret = _wrapped_keys(world, "b")
     wrong = await run_cli("key", "rotate", str(key), "--old", str(new), *state)
     assert (wrong[0], "--old" in wrong[2]) == (REFUSED, True)
     code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *state)
@@ -295,7 +308,7 @@ async def test_a_key_is_rotated(world, key):
 
 
 async def test_damage_is_a_counted_miss(world):
-    """An encrypted block of which a bit has changed is not served, and the next one is."""
+    """An encrypted block with a flipped bit is not served, and the next one is."""
     await world.store("b", 8)
     await world.kvd.stop()
     (segment,) = world.kvd.state_dir.rglob("*.segment")
@@ -314,8 +327,8 @@ async def test_damage_is_a_counted_miss(world):
     assert (await world.load("b", 6)).tiers == {"ssd"}
 
 
-async def test_turning_encryption_off_keeps_what_is_encrypted(world):
-    """With the key there, and encryption off, old blocks are served and new ones are plain."""
+async def test_turning_encryption_off_keeps_encrypted_blocks(world):
+    """With the key present and encryption off, old blocks are served and new ones are plain."""
     world.use_key(Path(world.kvd._environment["KVD_ENCRYPTION__KEY_FILE"]), enabled=False)
     await world.restart()
     await world.store("b", 7)
@@ -331,7 +344,7 @@ async def test_turning_encryption_off_keeps_what_is_encrypted(world):
     assert not await world.is_stored("b", 6)
 
 
-def _wrapped(world, tenant: str) -> bytes:
+def _wrapped_keys(world, tenant: str) -> bytes:
     import sqlite3
 
     with sqlite3.connect(world.kvd.state_dir / "manifest.db") as db:

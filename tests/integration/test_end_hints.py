@@ -1,4 +1,4 @@
-"""The end of a session reaches kvd, whatever happens to its last turn."""
+"""kvd is notified of the end of a session, whatever happens to its last turn."""
 
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -18,8 +18,11 @@ async def num_jobs(kvd: KvdProcess) -> int:
     return sum(e.queue_jobs + e.running_jobs for e in (await reader_stats(kvd)).engines)
 
 
-async def test_kvd_hears_for_how_long_a_session_is_to_be_kept(tiny_model, short_dir):
-    """After its turn; a turn that does not say leaves it as it is, the end ends it."""
+async def test_kvd_is_told_how_long_a_session_is_kept(tiny_model, short_dir):
+    """It is told after each turn.
+
+    A turn without a retention keeps the old one, the end clears it.
+    """
     async with (
         running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
         InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,
@@ -42,8 +45,8 @@ async def test_kvd_hears_for_how_long_a_session_is_to_be_kept(tiny_model, short_
         await eventually(retention, [(0, True)])
 
 
-async def test_kvd_hears_of_ends_now_or_when_it_is_back(tiny_model, short_dir):
-    """And when the last turn is over, its job is gone from kvd's queue."""
+async def test_kvd_is_notified_of_ends_at_once_or_when_it_is_back(tiny_model, short_dir):
+    """When the last turn has ended, its job is removed from kvd's queue as well."""
     async with (
         running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
         InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,

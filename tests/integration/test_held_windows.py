@@ -1,6 +1,6 @@
 """Layers with a window hold the last tokens only in the engine's memory: the answers are the same.
 
-Steps are short, so that sessions of some hundred tokens have left their windows behind many times.
+Steps are short, so that sessions of some hundred tokens have moved past their windows many times.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from inference_svc.client import turn_request
 from inference_svc.core.scheduling.residents import MOST_RESIDENTS
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
-from tests.integration.overflowing import WINDOW_TOKENS, identical, reused_all
+from tests.integration.overflowing import WINDOW_TOKENS, check_all_reused, identical
 from tests.models import (
     ALL_WINDOWED,
     ATTENTION_WINDOW,
@@ -54,7 +54,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    """Which model, and how its working KV lies."""
+    """Choose the model, and the layout of its working KV."""
     return request.param
 
 
@@ -70,13 +70,13 @@ def oracle(model):
 
 @pytest.fixture(scope="module")
 def scheduler(case):
-    """Lines of the settings."""
+    """Return lines of the settings."""
     return (*SHORT_STEPS, f'working_kv = "{case[1]}"')
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resident(model, tmp_path_factory, scheduler):
-    """A service whose sessions stay in memory: a little more than 2,000 token slots."""
+    """Run a service whose sessions stay in memory: a little more than 2,000 token slots."""
     pair = resident_pair(model, tmp_path_factory.mktemp("residents"), *scheduler)
     async with pair.service:
         yield pair
@@ -84,7 +84,7 @@ async def resident(model, tmp_path_factory, scheduler):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow(model, tmp_path_factory, scheduler):
-    """The same with a small context window."""
+    """Run the same with a small context window."""
     directory = tmp_path_factory.mktemp("narrow")
     narrowed = narrow_model(model, directory / "model", WINDOW_TOKENS)
     pair = resident_pair(narrowed, directory, *scheduler)
@@ -93,20 +93,20 @@ async def narrow(model, tmp_path_factory, scheduler):
 
 
 async def gauges(pair):
-    """Of the service."""
+    """Return the service's gauges."""
     async with pair.service.client() as client:
         return dict((await client.get_model()).gauges)
 
 
 async def all_identical(pair, oracle, *names):
-    """Whether the oracle agrees with every answer of these sessions."""
+    """Return whether the oracle agrees with every answer of these sessions."""
     for name in names:
         verdict = await pair.verdict(oracle, name)
         assert verdict.is_identical, (name, verdict)
 
 
-async def test_a_session_takes_a_part_of_the_slots_of_its_tokens(resident, oracle):
-    """A third of its KV is of all tokens, the rest of no more than there are rows."""
+async def test_a_session_takes_fewer_slots_than_its_tokens(resident, oracle):
+    """A third of its KV is of all tokens, the rest is of the window only."""
     async with resident.with_kvd(*DRAM):
         turns = [await resident.say("long", 230, max_tokens=40) for _ in range(6)]
         held = await gauges(resident)
@@ -114,14 +114,14 @@ async def test_a_session_takes_a_part_of_the_slots_of_its_tokens(resident, oracl
     num_tokens = turns[-1].usage.history_tokens + 270
     assert num_tokens > 1600
     for turn in turns[1:]:
-        reused_all(turn, "hbm")
+        check_all_reused(turn, "hbm")
     assert held["resident_sessions"] == 1
     most = NUM_ROWS + (num_tokens + 256 - NUM_ROWS) / 3  # 256: slots for an answer of usual length
     assert NUM_ROWS < held["resident_token_slots"] <= most < num_tokens / 2
 
 
 async def test_more_sessions_stay_in_memory(resident, oracle):
-    """More tokens than there are slots, and room for a copy of one that goes on."""
+    """They have more tokens than there are slots, with room for a copy of one that continues."""
     async with resident.with_kvd(*DRAM):
         for name in ("a", "b", "c"):
             for _ in range(2):
@@ -132,11 +132,14 @@ async def test_more_sessions_stay_in_memory(resident, oracle):
     num_slots = held["pool_token_slots"] - MOST_RESIDENTS * BLOCK_TOKENS  # without their tails
     assert sum(turn.usage.history_tokens for turn in later) > num_slots
     for turn in later:
-        reused_all(turn, "hbm")
+        check_all_reused(turn, "hbm")
 
 
-async def test_a_prompt_is_copied_while_others_go_on(resident, oracle):
-    """Sessions that begin alike come at once, some of them late; later the first has left that."""
+async def test_a_shared_prompt_is_copied_while_others_run(resident, oracle):
+    """Sessions with one prompt come at once, some of them late.
+
+    The first has moved past it by then.
+    """
     sampling = pb.Sampling(max_tokens=90, ignore_eos=True)
     system = resident.some_tokens(2 * BLOCK_TOKENS + 40)
 
@@ -158,8 +161,8 @@ async def test_a_prompt_is_copied_while_others_go_on(resident, oracle):
     assert last.usage.reused_tokens >= 2 * BLOCK_TOKENS, "kvd has the window behind the prompt"
 
 
-async def test_an_answer_is_said_again(resident, oracle):
-    """A short one goes on in memory; a long one has left its question behind, which kvd has."""
+async def test_an_answer_can_be_regenerated(resident, oracle):
+    """A short one is continued in memory; a long one has lost its question, which kvd has."""
     async with resident.with_kvd(*DRAM):
         asked = [pb.ChatMessage(role="user", content="What is a block, and what for? " * 20)]
         usages = []
@@ -180,14 +183,14 @@ async def test_an_answer_is_said_again(resident, oracle):
 
 @pytest.fixture(scope="module")
 def judge(case, model):
-    """What judges truncated sessions, of models all of whose layers are Llama's."""
+    """Return the judge of truncated sessions, for models all of whose layers are Llama's."""
     if case[0] in ("shapes", "chunks"):
         pytest.skip("the judge feeds layers of one shape, and no chunks")
     return TruncationOracle(model)
 
 
 async def test_a_full_window_is_cut_in_memory(narrow, judge):
-    """Between turns and in the middle of one: keys move, nothing is computed again."""
+    """It is cut between turns and in the middle of one: keys move, nothing is recomputed."""
     async with narrow.with_kvd(*DRAM):
         turns = [await narrow.say("cut", 120, max_tokens=60) for _ in range(8)]
         long = await narrow.say("cut", 20, max_tokens=700)
@@ -196,11 +199,11 @@ async def test_a_full_window_is_cut_in_memory(narrow, judge):
     assert sum(bool(turn.usage.dropped_tokens) for turn in turns) >= 2
     assert long.usage.output_tokens == 700
     for turn in (*turns[1:], long, after):
-        reused_all(turn, "hbm")
+        check_all_reused(turn, "hbm")
 
 
 class Talker:
-    """A session, its forks, and what it does next."""
+    """A session, its forks, and their random operations."""
 
     def __init__(self, pair: Pair, number: int) -> None:
         self._pair = pair
@@ -208,7 +211,7 @@ class Talker:
         self.names = [f"talker-{number}"]
 
     async def talk(self, num_steps: int) -> None:
-        """Do so many things, most of them turns."""
+        """Do so many operations, most of them turns."""
         await self._say()
         for _ in range(num_steps):
             actions = [self._say, self._discard, self._fork, self._cancel]
@@ -236,7 +239,7 @@ class Talker:
         num_tokens = (await self._pair.session(name)).context_tokens
         start = self._random.randrange(max(1, num_tokens))
         async with self._pair.service.client() as client:
-            with suppress(ReportedError):  # nothing is left to be dropped
+            with suppress(ReportedError):  # no token is left that could be dropped
                 await client.discard(
                     self._pair.name(name), [(start, min(num_tokens, start + 50))], []
                 )
@@ -263,8 +266,8 @@ class Talker:
 @pytest.mark.parametrize(
     "seed", [1, *[pytest.param(n, marks=pytest.mark.long) for n in range(2, 8)]]
 )
-async def test_everything_at_once(narrow, judge, seed):
-    """Turns that overflow, are preempted, cancelled or compressed; discards and forks."""
+async def test_random_operations_on_sessions_in_memory(narrow, judge, seed):
+    """Turns overflow, are preempted, cancelled or compressed; sessions are cut and forked."""
     before = await narrow.counters()
     async with narrow.with_kvd(*DRAM):
         talkers = [Talker(narrow, 10 * seed + number) for number in range(5)]

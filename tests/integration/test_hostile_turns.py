@@ -1,7 +1,7 @@
-"""Hostile clients of the inference service: they learn nothing, cost little, and disturb nobody.
+"""Hostile clients of the inference service learn nothing, cost little, and disturb no others.
 
-One service for all of them, at a port; an honest client's turns go on all the time, and their
-answers are what they were before.
+One service at a port for all tests; an honest client submits turns all the time, and its
+answers do not change.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from shared.types.errors import DeniedError, NotFoundError, ReportedError, Unaut
 from tests.fuzz.hostile import (
     PREFACE,
     SETTINGS,
+    open_unfinished_calls,
     others_are_served,
     silent_connections,
     throw_garbage,
-    unfinished_calls,
 )
 from tests.inference_processes import InferenceProcess
 
@@ -51,18 +51,18 @@ class Attacked:
     answers: set[tuple[int, ...]] = field(default_factory=set)
 
     def channel(self, name: str) -> grpc.aio.Channel:
-        """A connection of one's own, as a client of this name; "": with no token."""
+        """Open a connection as a client of this name; "": without a token."""
         credentials = ClientCredentials(TOKENS.get(name, name)) if name else None
         return aio_channel_of(self.service.address, credentials, channel_options())
 
     def client(self, name: str) -> InferenceClient:
-        """A client of this name, or with a token that is nobody's."""
+        """Return a client of this name, or one with an unknown token."""
         return InferenceClient(
             self.service.address, ClientCredentials(TOKENS.get(name, name)) if name else None
         )
 
     async def honest_work(self) -> None:
-        """A turn, whose answer is always the same, and a look by one who has just come."""
+        """Run a turn, whose answer is always the same, and a look by a new connection."""
         result: TurnResult = await self.honest.submit(turn_request("Hello", sampling=SHORT))
         self.answers.add(tuple(result.token_ids))
         async with self.client("acme") as newcomer:
@@ -72,7 +72,7 @@ class Attacked:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def attacked(tiny_model, tmp_path_factory) -> AsyncIterator[Attacked]:
-    """One for all tests. It logs no token, and nothing that it did not expect."""
+    """Run one service for all tests; it logs no token and no unexpected error."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {}
@@ -97,8 +97,8 @@ async def attacked(tiny_model, tmp_path_factory) -> AsyncIterator[Attacked]:
         assert secret not in log
 
 
-async def test_every_call_takes_a_token(attacked):
-    """None and a wrong one are refused with the same words, by every method; health is open."""
+async def test_every_call_needs_a_token(attacked):
+    """A missing and a wrong one are refused with the same words by every method; health is open."""
     messages = set()
     for name in ("", "kvt_guess"):
         async with attacked.channel(name) as channel:
@@ -113,16 +113,16 @@ async def test_every_call_takes_a_token(attacked):
     assert len(messages) == 1
 
 
-async def test_a_role_is_not_enough_for_everything(attacked):
-    """Who may read metrics submits no turn."""
+async def test_a_role_allows_its_own_calls_only(attacked):
+    """A client that may read metrics cannot submit a turn."""
     async with attacked.client("watch") as client:
         with pytest.raises(DeniedError) as denied:
             await client.submit(turn_request("Hello", sampling=SHORT))
     assert denied.value.reason == "role_denied"
 
 
-async def test_sessions_of_other_tenants_do_not_exist(attacked):
-    """Not under one's own tenant; and other tenants may not be named, be they there or not."""
+async def test_sessions_of_other_tenants_cannot_be_seen(attacked):
+    """They are unknown to other tenants, whose names are refused whether they exist or not."""
     await attacked.honest.submit(turn_request("Hello", "secret-talk", sampling=SHORT))
 
     async def refused(call) -> ReportedError:
@@ -155,7 +155,7 @@ async def test_sessions_of_other_tenants_do_not_exist(attacked):
 
 
 async def test_connections_and_calls_that_are_never_finished(attacked):
-    """Hundreds that say nothing, noise, and calls without their message: turns go on."""
+    """Hundreds send nothing, noise, or calls without their message: turns continue."""
     address = attacked.service.address
     async with (
         others_are_served(attacked.honest_work),
@@ -165,17 +165,17 @@ async def test_connections_and_calls_that_are_never_finished(attacked):
         with (
             silent_connections(address, 200),
             silent_connections(address, 100, PREFACE + SETTINGS),
-            unfinished_calls(known, SUBMIT, 300),
+            open_unfinished_calls(known, SUBMIT, 300),
         ):
             await throw_garbage(address, 1)
-            with unfinished_calls(strangers, SUBMIT, 200) as calls:
+            with open_unfinished_calls(strangers, SUBMIT, 200) as calls:
                 for call in calls:
                     assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             await attacked.honest_work()
 
 
-async def test_messages_that_are_none_or_too_large(attacked):
-    """Refused as the caller's fault; what strangers send is not even read."""
+async def test_malformed_and_too_large_messages_are_refused(attacked):
+    """It is the caller's error; messages of strangers are not even read."""
     body = bytes(MAX_MESSAGE_BYTES + 1)
     options = (("grpc.max_send_message_length", -1),)
     async with (
@@ -198,7 +198,7 @@ async def test_messages_that_are_none_or_too_large(attacked):
 
 
 async def test_clients_who_do_not_read_their_answers(attacked):
-    """Dozens of long answers that nobody takes: others get theirs, and the room comes back."""
+    """Dozens of long answers are not read: other clients get theirs, and the memory comes back."""
     async with (
         others_are_served(attacked.honest_work),
         attacked.channel("other") as channel,
@@ -217,7 +217,7 @@ async def test_clients_who_do_not_read_their_answers(attacked):
 
 
 async def test_unknown_tokens_are_hardly_logged(attacked):
-    """A flood of guesses writes a few lines, not one each."""
+    """A flood of guesses writes a few lines, not one per guess."""
     async with attacked.client("kvt_guess") as client:
 
         async def guess() -> None:
@@ -230,8 +230,8 @@ async def test_unknown_tokens_are_hardly_logged(attacked):
     assert 0 < log.count("access_refused") < 100
 
 
-async def test_the_command_comes_with_a_token(attacked, tmp_path):
-    """`inference-svc status` reaches a port with the token in a file, and is refused without."""
+async def test_the_status_command_uses_a_token(attacked, tmp_path):
+    """`inference-svc status` reaches a port with the token in a file, and is refused without it."""
     (tmp_path / "token").write_text(TOKENS["acme"])
     at = ["status", "--json", "--address", attacked.service.address]
     shown = await asyncio.to_thread(_run, [*at, "--token-file", str(tmp_path / "token")])

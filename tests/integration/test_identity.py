@@ -1,4 +1,4 @@
-"""Token identity: greedy answers with reuse are those of recomputation."""
+"""Token identity: greedy answers with reuse equal those of recomputation."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ async def test_one_session_of_many_turns(pair, oracle):
 
 
 async def test_interleaved_sessions(pair, oracle):
-    """Sessions that share batches, and kvd, do not disturb one another."""
+    """Sessions that share batches, and kvd, do not affect one another."""
     async with pair.with_kvd("--dram", "16MB"):
 
         async def talk(session_id):
@@ -44,7 +44,7 @@ async def test_interleaved_sessions(pair, oracle):
 
 
 async def test_a_fork_reuses_the_blocks_it_shares(pair, oracle):
-    """A fork loads its parent's full blocks; afterwards both go on, each with its own tail."""
+    """A fork loads its parent's full blocks; afterwards each continues with its own tail."""
     async with pair.with_kvd("--dram", "16MB"):
         for _ in range(3):
             await pair.say("parent", 200)
@@ -104,14 +104,14 @@ async def test_dram_too_small_for_one_session(pair, oracle):
     assert all(verdict.is_identical for verdict in verdicts), verdicts
     later = [turn.usage for turn in turns[2:]]
     assert all(usage.reused_tokens == usage.history_tokens for usage in later)
-    # What fits may have been read ahead; of what does not, some comes from SSD while it is loaded.
+    # Blocks that fit may have been read ahead; of the others some come from SSD during the load.
     larger = [usage for usage in later if usage.history_tokens > 3 * BLOCK_TOKENS]
     assert larger
     assert all(usage.tier_tokens["ssd"] > 0 for usage in larger)
 
 
 async def test_both_tiers_too_small(pair, oracle):
-    """What is evicted for good is recomputed, says so, and the answers stay the same."""
+    """Blocks that no tier has are recomputed, usage says so, and the answers stay the same."""
     sizes = ("--dram", str(3 * SLOT_BYTES), "--ssd", str(4 * SLOT_BYTES))
     async with pair.with_kvd(*sizes):
         turns = [await pair.say(name, 200) for _ in range(3) for name in ("a", "b", "c", "d")]
@@ -125,8 +125,8 @@ async def test_both_tiers_too_small(pair, oracle):
         assert usage.reused_tokens + usage.recomputed_tokens == usage.history_tokens
 
 
-async def test_a_deleted_session_leaves_nothing_in_kvd(pair, oracle):
-    """Delete drops the KV too, also that of a save still under way, but not what a fork shares."""
+async def test_a_deleted_session_is_removed_from_kvd(pair, oracle):
+    """Its KV is dropped, also that of an active save, but not what a fork shares."""
     async with pair.with_kvd("--dram", "16MB"):
         await pair.say("kept", 300)
         async with pair.service.client() as client:

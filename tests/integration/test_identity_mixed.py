@@ -1,7 +1,7 @@
 """Token identity while everything happens at once, in little memory: with reuse == recomputed.
 
-Turns arrive at random, outgrow their rows, are preempted by urgent ones, moved, cancelled, dropped
-and late, over tiny tiers; steps mix prompts and answers. Scenes run until the counters show it.
+Turns arrive at random, outgrow their rows, are preempted, moved, cancelled, abandoned and late,
+over tiny tiers; steps mix prompts and answers. Scenes run until the counters show all of this.
 """
 
 import random
@@ -17,7 +17,7 @@ NUM_SCENES = 40
 
 
 async def test_residents_are_hit_moved_and_evicted(tiny_model, oracle):
-    """What is kept in memory, in place or moved to a larger sequence KV, is as if recomputed."""
+    """Sessions in memory, in place or moved to a larger sequence KV, answer as if recomputed."""
     setting = Setting({"residents": True, "load_policy": "auto"})
     aims = (*ALWAYS, "hbm", "resident_hits", "moves", "residents_evicted")
     async with mixed_pair(tiny_model, setting) as pair:
@@ -25,7 +25,7 @@ async def test_residents_are_hit_moved_and_evicted(tiny_model, oracle):
 
 
 async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
-    """What comes from DRAM, from SSD, or from nowhere because kvd was killed, is so, too."""
+    """Histories from DRAM, from SSD, and those lost with a killed kvd answer as if recomputed."""
     setting = Setting(num_kills=2)
     async with mixed_pair(tiny_model, setting) as pair:
         aims = (*STORED, "kills")
@@ -44,8 +44,8 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
         ),
     ],
 )
-async def test_what_is_switched_for_measuring_changes_no_token(tiny_model, oracle, cache):
-    """No pre-loading, pre-loading into a small buffer and synchronous saving are slower only."""
+async def test_switches_for_measuring_change_no_token(tiny_model, oracle, cache):
+    """Without pre-loading, with a small buffer for it and with synchronous saving: only slower."""
     async with mixed_pair(tiny_model, Setting(cache)) as pair:
         await play(pair, oracle, seed=3, num_turns=12, aims=("preempted", "load_hits", "dram"))
 
@@ -53,7 +53,7 @@ async def test_what_is_switched_for_measuring_changes_no_token(tiny_model, oracl
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 100 + NUM_SCENES))
 async def test_mixed_scenes(tiny_model, oracle, seed):
-    """Forty scenes of 60 turns or more, each with settings of its own."""
+    """Forty scenes of 60 turns or more, each with its own settings."""
     setting = random_setting(seed)
     aims = ["preempted", "length"]
     if setting.cache["residents"]:
@@ -65,7 +65,7 @@ async def test_mixed_scenes(tiny_model, oracle, seed):
 
 
 def random_setting(seed):
-    """Any combination of what can be set, more often as it usually is."""
+    """Draw a combination of settings, each most often at its usual value."""
     die = random.Random(seed)  # noqa: S311  # test data
     cache = {
         "residents": die.random() < 0.5,

@@ -1,4 +1,4 @@
-"""kvd for more than its own user: clients over TLS, engines of some tenants, sockets of groups."""
+"""kvd for other users: clients over TLS, engines of some tenants, sockets of groups."""
 
 import asyncio
 import grp
@@ -37,7 +37,7 @@ NAMES = ("ops", "watch", "acme", "wrong")
 
 
 def client_table(name: str, digest: str, *, roles: str, tenants: str) -> str:
-    """A client's table in the settings."""
+    """Return a client's table in the settings."""
     return (
         f'[clients.{name}]\ntoken_sha256 = ["{digest}"]\nroles = ["{roles}"]\n'
         f'tenants = ["{tenants}"]\n'
@@ -45,21 +45,21 @@ def client_table(name: str, digest: str, *, roles: str, tenants: str) -> str:
 
 
 async def make_token(path: Path) -> str:
-    """Make a token in a file; its digest for the settings."""
+    """Write a token to a file; return its digest for the settings."""
     code, stdout, stderr = await run_cli("token", "--file", str(path), "--json")
     assert code == 0, stderr
     return str(json.loads(stdout)["token_sha256"])
 
 
 def free_port() -> int:
-    """One that nobody listens at just now."""
+    """Return a port that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 @dataclass
 class TlsKvd:
-    """A kvd with a TLS port, and how to get there."""
+    """A kvd with a TLS port, and the files that clients need."""
 
     kvd: KvdProcess
     directory: Path
@@ -85,14 +85,17 @@ class TlsKvd:
         (self.directory / "kvd.toml").write_text(text)
 
     async def run(self, who: str, *command: str, ca: Path | None = None) -> tuple[int, str, str]:
-        """Run a command as a client; "": as nobody."""
+        """Run a command as a client; "": without credentials."""
         options = ["--address", self.address, "--tls-ca", str(ca or self.authority.path)]
         if who:
             options += ["--token-file", str(self.directory / f"{who}.token")]
         return await run_cli(*options, *command)
 
     async def refused(self, who: str, *command: str, ca: Path | None = None) -> str:
-        """The one line that says why not; its exit code is that of what may not be."""
+        """Return the error line of a refused command.
+
+        Check its exit code for missing permission.
+        """
         code, stdout, stderr = await self.run(who, *command, ca=ca)
         assert code == 7, (stdout, stderr)
         assert stdout == ""
@@ -101,7 +104,7 @@ class TlsKvd:
         return line
 
     async def sessions(self, who: str, *options: str) -> set[str]:
-        """Which a client sees."""
+        """Return the sessions that a client sees."""
         code, stdout, stderr = await self.run(who, "ls", "--json", *options)
         assert code == 0, stderr
         found = json.loads(stdout)["sessions"]
@@ -110,7 +113,7 @@ class TlsKvd:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory) -> AsyncIterator[TlsKvd]:
-    """One kvd, with a session each of two tenants."""
+    """Run a kvd with one session each of two tenants."""
     directory = tmp_path_factory.mktemp("tls")
     digests = {name: await make_token(directory / f"{name}.token") for name in NAMES}
     flags = ("--config", str(directory / "kvd.toml"), "--dram", "1MB", "--ssd", "4MB")
@@ -132,23 +135,23 @@ async def served(tmp_path_factory) -> AsyncIterator[TlsKvd]:
 
 
 async def test_a_client_of_all_tenants_sees_and_changes_everything(served):
-    """From elsewhere, over TLS, with a token: as at the socket."""
+    """Over TLS with a token it can do the same as at the socket."""
     assert await served.sessions("ops") == {"acme/talk", "other/talk"}
     for command in (("stats",), ("leases",), ("pin", "talk", "--tenant", "other"), ("verify",)):
         code, _, stderr = await served.run("ops", *command)
         assert code == 0, stderr
-    assert '"client": "ops"' in served.kvd.log()  # who changed something
+    assert '"client": "ops"' in served.kvd.log()  # the client that made the change
 
 
-async def test_nobody_and_a_wrong_token_learn_nothing(served):
-    """Not even which of both it is; the line says what is missing."""
+async def test_a_missing_and_a_wrong_token_get_the_same_refusal(served):
+    """The line tells neither which of both it is; it names what is needed."""
     lines = {await served.refused(who, "ls") for who in ("", "wrong")}
     (line,) = lines
     assert "the caller is not known" in line
 
 
-async def test_who_is_turned_away_is_counted(served):
-    """A stranger as such, a client by its name; and the log names both."""
+async def test_refused_clients_are_counted(served):
+    """Unknown clients are counted as such, known ones by name; the log has both."""
     await served.refused("wrong", "ls")
     await served.refused("watch", "flush", "--all", "--yes")
     connector = aiohttp.UnixConnector(str(served.directory / "metrics.sock"))
@@ -164,8 +167,8 @@ async def test_who_is_turned_away_is_counted(served):
     assert '"client": "watch"' in served.kvd.log()
 
 
-async def test_a_reader_changes_nothing(served):
-    """Its role is named."""
+async def test_a_reader_cannot_change_anything(served):
+    """The error names its role."""
     assert await served.sessions("watch") == {"acme/talk", "other/talk"}
     flush = ("flush", "talk", "--tenant", "acme")
     for command in (flush, ("flush", "--all", "--yes"), ("verify",)):
@@ -173,8 +176,8 @@ async def test_a_reader_changes_nothing(served):
     assert await served.sessions("watch") == {"acme/talk", "other/talk"}
 
 
-async def test_a_client_of_one_tenant_sees_only_that(served):
-    """Another tenant is refused, be it there or not; when it names none, its own is meant."""
+async def test_a_client_of_one_tenant_sees_only_its_tenant(served):
+    """Other tenants are refused, existing or not; without a name its own tenant is meant."""
     assert await served.sessions("acme") == {"acme/talk"}
     assert await served.sessions("acme", "--tenant", "other") == set()
     code, stdout, _ = await served.run("acme", "show", "talk", "--json")
@@ -192,8 +195,8 @@ async def test_a_client_of_one_tenant_sees_only_that(served):
     assert await served.sessions("ops") == {"acme/talk", "other/talk"}
 
 
-async def test_a_client_of_one_tenant_brings_no_layout(served, tmp_path):
-    """It would take memory from the others; a file of a layout that is there is welcome."""
+async def test_a_client_of_one_tenant_cannot_bring_a_layout(served, tmp_path):
+    """A new layout would take memory from the others; a file of an existing layout is imported."""
     file = tmp_path / "talk.kvd"
     code, _, stderr = await served.run("acme", "export", "talk", str(file))
     assert code == 0, stderr
@@ -205,8 +208,8 @@ async def test_a_client_of_one_tenant_brings_no_layout(served, tmp_path):
     assert "all tenants" in await served.refused("acme", "import", str(file), "--new-layout")
 
 
-async def test_a_server_that_cannot_be_checked_is_not_told_the_token(served, tmp_path):
-    """Another authority, or no TLS at all: the line says where to look."""
+async def test_the_token_is_not_sent_to_an_unverified_server(served, tmp_path):
+    """With another authority, or without TLS, the error line says where to look."""
     stranger = Authority(tmp_path)
     code, _, stderr = await served.run("ops", "ls", ca=stranger.path)
     assert (code, "--tls-ca" in stderr) == (69, True)
@@ -217,8 +220,8 @@ async def test_a_server_that_cannot_be_checked_is_not_told_the_token(served, tmp
     assert (code, "--tls-ca" in stderr) == (69, True)
 
 
-async def test_a_renewed_certificate_and_other_clients_count_without_a_restart(served):
-    """The certificate at the next connection, the clients after a reload."""
+async def test_new_certificates_and_clients_need_no_restart(served):
+    """A certificate is used at the next connection, clients after a reload."""
     host, _, port = served.address.rpartition(":")
     place = (host, int(port))
     authority = str(served.authority.path)
@@ -236,7 +239,7 @@ async def test_a_renewed_certificate_and_other_clients_count_without_a_restart(s
 
 
 async def test_a_reload_that_would_leave_a_port_without_clients_is_refused(served):
-    """And what was in force stays in force."""
+    """The present settings stay in force."""
     served.settings()
     code, _, stderr = await run_cli(
         "config", "reload", "--runtime-dir", str(served.kvd.runtime_dir)
@@ -249,15 +252,15 @@ async def test_a_reload_that_would_leave_a_port_without_clients_is_refused(serve
 
 @asynccontextmanager
 async def kvd_with(directory: Path, settings: str) -> AsyncIterator[KvdProcess]:
-    """A kvd with these settings."""
+    """Run a kvd with these settings."""
     path = directory / "kvd.toml"
     path.write_text(settings)
     async with running_kvd(directory, "--config", str(path), "--dram", "1MB") as kvd:
         yield kvd
 
 
-async def test_engines_of_a_user_are_held_to_its_tenants(tmp_path):
-    """Whatever a request names: the kernel says whose process it is. Its queue, too."""
+async def test_engines_of_a_user_are_limited_to_its_tenants(tmp_path):
+    """The kernel says whose process it is, whatever a request names; queues are limited as well."""
     settings = f'[engine_users.{os.geteuid()}]\ntenants = ["acme"]\n'
     async with (
         kvd_with(tmp_path, settings) as kvd,
@@ -275,16 +278,16 @@ async def test_engines_of_a_user_are_held_to_its_tenants(tmp_path):
                 await call
             assert denied.value.reason == "tenant_denied"
         assert (await engine.load(key_of("talk", "acme"), TOKENS)).num_tokens == len(TOKENS)
-        assert await is_heard_of_nothing(engine)
+        assert await accepts_an_empty_queue(engine)
         engine.queue.on_wait((0, 0.0, 1), key_of("talk", "acme"), len(TOKENS))
         await eventually(lambda: queued_jobs(kvd), 1)
         engine.queue.on_wait((0, 0.0, 2), other, len(TOKENS))
         await eventually(lambda: queued_jobs(kvd), 0)
-        await no_other_can_call_as(engine, kvd)
+        await check_no_other_can_call_as(engine, kvd)
 
 
-async def no_other_can_call_as(engine: SyntheticEngine, kvd: KvdProcess) -> None:
-    """An engine's id is all that a call needs: neither readers nor the log are told it."""
+async def check_no_other_can_call_as(engine: SyntheticEngine, kvd: KvdProcess) -> None:
+    """Check that no other client learns an engine's id, which is all that a call needs."""
     attachment = engine.client._attachment
     assert attachment is not None
     (shown,) = (await reader_stats(kvd)).engines
@@ -299,8 +302,8 @@ async def no_other_can_call_as(engine: SyntheticEngine, kvd: KvdProcess) -> None
     assert "is not attached" in str(refused.value.details())
 
 
-async def is_heard_of_nothing(engine: SyntheticEngine) -> bool:
-    """Whether kvd takes a queue without jobs, which is of no tenant."""
+async def accepts_an_empty_queue(engine: SyntheticEngine) -> bool:
+    """Return whether kvd accepts an empty queue, which belongs to no tenant."""
     attachment = engine.client._attachment
     assert attachment is not None
     stream = attachment.stub.PushQueue()
@@ -311,12 +314,12 @@ async def is_heard_of_nothing(engine: SyntheticEngine) -> bool:
 
 
 async def queued_jobs(kvd: KvdProcess) -> int:
-    """That engines have told."""
+    """Return the jobs that engines have reported."""
     return sum(engine.queue_jobs for engine in (await reader_stats(kvd)).engines)
 
 
-async def test_groups_open_their_own_sockets(tmp_path):
-    """Each socket has its group and lets nobody else in; the directory lets everybody through."""
+async def test_each_socket_has_its_group(tmp_path):
+    """Each socket is open to its group only; the directory can be entered by every user."""
     known = sorted(group.gr_gid for group in grp.getgrall())
     engine, operator, reader = known[:3] if os.geteuid() == 0 else [os.getegid()] * 3
     settings = (
@@ -344,8 +347,8 @@ async def test_groups_open_their_own_sockets(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-async def test_a_user_is_told_which_group_is_missing(tmp_path):
-    """A command takes the socket that it may open; if none or not the right one, it says so."""
+async def test_a_user_learns_which_group_is_missing(tmp_path):
+    """A command uses the socket that it may open; without a suitable one it names the group."""
     operators, readers = (grp.getgrgid(gid).gr_name for gid in (1, 2))
     settings = f'[access]\noperator_group = "{operators}"\nreader_group = "{readers}"\n'
     async with kvd_with(tmp_path, settings) as kvd:
@@ -365,7 +368,7 @@ async def test_a_user_is_told_which_group_is_missing(tmp_path):
 
 
 async def run_as(directory: Path, gid: int, *command: str) -> tuple[int, str]:
-    """Run a command as a user of one group; what it says."""
+    """Run a command as a user of one group; return its exit code and output."""
     path = directory / "said"
     with path.open("wb") as said:
         arguments = [str(gid), *command]

@@ -1,4 +1,4 @@
-"""DRAM and leases over the ends of processes: kvd killed, engines stopped, killed, left alone."""
+"""DRAM and leases when processes end: kvd is killed, engines are stopped, killed, disconnected."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from tests.synthetic_engine import attached_engine, encode, key_of, small_layout
 TOKENS = list(range(100, 150))  # three full blocks and two tokens
 FLAGS = ("--dram", "1MB", "--ssd", "0")
 
-# An engine that holds a store lease, and goes on when it is told to.
+# An engine that holds a store lease until a line on stdin makes it complete.
 HOLDING = """
 import asyncio, sys
 from pathlib import Path
@@ -45,14 +45,14 @@ asyncio.run(main())
 
 
 class HoldingEngine:
-    """A process with a store under way."""
+    """A process with an unfinished store."""
 
     def __init__(self, process, lease_id):
         self.process = process
         self.lease_id = lease_id
 
     async def complete(self):
-        """Tell it to complete; return what became of that."""
+        """Have it complete the store; return the result."""
         self.process.stdin.write(b"complete\n")
         async with asyncio.timeout(60):
             return (await self._line()).split()
@@ -90,7 +90,7 @@ async def reader(kvd):
 
 
 async def leases(kvd):
-    """What `kvd leases` is made of."""
+    """Return the leases that `kvd leases` lists."""
     async with reader(kvd) as stub:
         return list((await stub.ListLeases(kvd_pb2.ListLeasesRequest())).leases)
 
@@ -111,7 +111,7 @@ def bytes_in(directory):
 
 
 async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
-    """Nothing is on SSD; after SIGKILL the same engine loads every byte from DRAM."""
+    """No block is on SSD; after SIGKILL the same engine loads every byte from DRAM."""
     async with (
         running_kvd(tmp_path, *FLAGS) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -130,8 +130,8 @@ async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-async def test_slots_of_a_stopped_engine_are_nobody_elses(tmp_path: Path, end) -> None:
-    """While it is stopped a new kvd keeps them for it; then it loses its lease, or its life."""
+async def test_slots_of_a_stopped_engine_are_not_reused(tmp_path: Path, end) -> None:
+    """While it is stopped a new kvd keeps them for it; later it loses its lease, or is killed."""
     async with running_kvd(tmp_path, *FLAGS) as kvd, holding_engine(kvd) as engine:
         os.kill(engine.process.pid, signal.SIGSTOP)
         await kvd.kill()
@@ -149,8 +149,8 @@ async def test_slots_of_a_stopped_engine_are_nobody_elses(tmp_path: Path, end) -
             assert (await other.load(key_of("other"), TOKENS)).num_tokens == 50
 
 
-async def test_a_store_goes_on_over_a_broken_connection(tmp_path: Path) -> None:
-    """kvd drops nothing and the lease is the engine's again."""
+async def test_a_store_survives_a_broken_connection(tmp_path: Path) -> None:
+    """kvd keeps the lease, and the engine gets it back."""
     async with (
         running_kvd(tmp_path, *FLAGS) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -170,8 +170,8 @@ async def test_a_store_goes_on_over_a_broken_connection(tmp_path: Path) -> None:
         assert not await leases(kvd)
 
 
-async def test_an_engine_that_leaves_holds_nothing(tmp_path: Path) -> None:
-    """Its process lives on, here: it is this one."""
+async def test_an_engine_that_detaches_holds_nothing(tmp_path: Path) -> None:
+    """Its process lives on: it is the test's own."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), TOKENS)
@@ -179,7 +179,7 @@ async def test_an_engine_that_leaves_holds_nothing(tmp_path: Path) -> None:
 
 
 async def test_arenas_of_another_size_are_discarded(tmp_path: Path) -> None:
-    """With a line in the log; sessions that were in DRAM only are gone."""
+    """The log has a line for it; sessions that were in DRAM only are lost."""
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), TOKENS)
@@ -193,7 +193,10 @@ async def test_arenas_of_another_size_are_discarded(tmp_path: Path) -> None:
 
 
 async def test_layers_are_checked_as_they_are_read(tmp_path: Path) -> None:
-    """A load that is answered before its reads have ended; each layer is there when it is said."""
+    """The load is answered before its reads have ended.
+
+    Each layer is complete when it is reported.
+    """
     layout = small_layout(num_layers=12)
     tokens = list(range(1000, 1400))
     async with running_kvd(tmp_path, "--dram", "4MB", "--ssd", "64MB", keep="none") as kvd:
@@ -214,8 +217,8 @@ async def test_layers_are_checked_as_they_are_read(tmp_path: Path) -> None:
         assert not arena_files(kvd)
 
 
-async def test_an_engine_may_leave_ssd_alone(tmp_path: Path) -> None:
-    """It is granted what is in DRAM, told that there is more, and nothing is read for it."""
+async def test_an_engine_may_load_from_dram_only(tmp_path: Path) -> None:
+    """It is granted what is in DRAM, learns that there is more, and nothing is read from SSD."""
     async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "64MB", keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), TOKENS)
@@ -238,8 +241,8 @@ async def test_an_engine_may_leave_ssd_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_kept"), [(signal.SIGTERM, True), (signal.SIGINT, False)], ids=str
 )
-async def test_what_stays_in_memory_is_told(tmp_path: Path, number, is_kept: bool) -> None:
-    """After SIGTERM the log says where the arena's file is, how large, and how to remove it."""
+async def test_the_log_says_what_stays_in_memory(tmp_path: Path, number, is_kept: bool) -> None:
+    """After SIGTERM it has the path of the arena's file, its size, and how to remove it."""
     async with running_kvd(tmp_path, *FLAGS) as kvd, attached_engine(kvd.runtime_dir) as engine:
         await engine.store(key_of("a"), TOKENS)
         await kvd.signal(number)

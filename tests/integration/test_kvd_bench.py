@@ -1,4 +1,4 @@
-"""`kvd bench` on real processes: every part gives its figures, and nothing is left behind."""
+"""`kvd bench` on real processes: every part gives its figures, and no file is left behind."""
 
 import json
 import os

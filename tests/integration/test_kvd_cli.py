@@ -1,4 +1,4 @@
-"""The kvd command against a real daemon: what it prints, in both forms, and its exit codes."""
+"""The kvd command against a real daemon: its output in both forms, and its exit codes."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ async def _json(kvd: KvdProcess, *arguments: str) -> Any:
 
 
 async def _fails(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
-    """Exit code and the one line on stderr."""
+    """Return the exit code and the one line on stderr."""
     code, _, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
     (line,) = stderr.strip().splitlines()
     return code, line
 
 
 async def test_looking_at_sessions(tmp_path: Path) -> None:
-    """ls, show and stats tell the same facts as tables and as JSON."""
+    """ls, show and stats give the same facts as tables and as JSON."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         attached_engine(kvd.runtime_dir, name="engine-under-test") as engine,
@@ -81,7 +81,7 @@ async def test_paging_over_layouts(tmp_path: Path) -> None:
 
 
 async def test_changing_sessions(tmp_path: Path) -> None:
-    """pin, unpin, ttl and flush change what show says, and survive a restart."""
+    """pin, unpin, ttl and flush change the output of show, and survive a restart."""
     async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             for name in ("a", "b"):
@@ -107,7 +107,7 @@ async def test_changing_sessions(tmp_path: Path) -> None:
         assert (await _json(kvd, "ls"))["total"] == 0
 
 
-async def test_stats_tell_how_the_tiers_are_kept(tmp_path: Path) -> None:
+async def test_stats_show_how_the_tiers_are_kept(tmp_path: Path) -> None:
     """The arena, the volume and each tenant's share are in the statistics, in both forms."""
     (tmp_path / "kvd.toml").write_text(
         '[dram]\nkeep = "none"\n[ssd]\ndirect = "off"\nadmission = "write_back"\n'
@@ -136,7 +136,7 @@ async def test_stats_tell_how_the_tiers_are_kept(tmp_path: Path) -> None:
 
 
 async def test_a_leased_session_is_not_flushed(tmp_path: Path) -> None:
-    """Flushing a session in use says so and exits 4."""
+    """Flushing a session in use fails with exit code 4."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -151,7 +151,7 @@ async def test_a_leased_session_is_not_flushed(tmp_path: Path) -> None:
 
 
 async def test_errors_are_one_line_with_a_remedy(tmp_path: Path) -> None:
-    """Each mistake has its exit code, and its line names what to do."""
+    """Each mistake has its exit code, and its line names the remedy."""
     async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
         cases = {
             ("show", "nobody"): (3, "kvd ls"),
@@ -171,7 +171,7 @@ async def test_errors_are_one_line_with_a_remedy(tmp_path: Path) -> None:
 
 
 async def test_without_a_daemon(tmp_path: Path) -> None:
-    """Every command says that no kvd answers, and how to start one, with exit code 69."""
+    """Every command reports that no kvd answers, and how to start one, with exit code 69."""
     kvd = KvdProcess(tmp_path)
     commands = ("ls", "stats", "leases", "verify")
     of_a_session = ("show", "flush", "pin")

@@ -1,4 +1,4 @@
-"""A real kvd puts together what discards have left: the same bytes, in fewer blocks, for good."""
+"""A real kvd compacts the rest of discards: the same bytes in fewer blocks, permanently."""
 
 import json
 
@@ -22,7 +22,7 @@ async def _info(kvd, name: str) -> kvd_pb2.SessionInfo:
 
 @pytest.mark.parametrize("keep", ["file", pytest.param("none", marks=pytest.mark.long)])
 async def test_a_compacted_session_loads_as_before(tmp_path, keep):
-    """From DRAM, after a kill from whichever tier is left, and in what operators see."""
+    """It loads from DRAM, after a kill from either tier, and operators see the compacted blocks."""
     kvd = FaultyKvd(tmp_path, keep=keep, **SETTINGS)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir) as engine:
@@ -36,7 +36,7 @@ async def test_a_compacted_session_loads_as_before(tmp_path, keep):
         assert await read_rows(engine, "sparse", sparse.tokens, sparse.lineage) == sparse.rows
         assert (await engine.load(key_of("other"), TOKENS[:64])).num_tokens == 64
         await all_clean(kvd)
-        if keep == "file":  # it is the same in both
+        if keep == "file":  # the number is the same in both tiers
             await _check_what_operators_see(kvd)
         await kvd.kill()
         await kvd.start()
@@ -59,8 +59,8 @@ async def _check_what_operators_see(kvd) -> None:
 
 
 @pytest.mark.long
-async def test_whoever_wants_no_compaction_sets_it_so(tmp_path):
-    """max_waste = 1: the session keeps its blocks."""
+async def test_compaction_can_be_switched_off(tmp_path):
+    """With max_waste = 1 the session keeps its blocks."""
     kvd = FaultyKvd(tmp_path, **SETTINGS, KVD_COMPACTION__MAX_WASTE="1")
     await kvd.start()
     async with attached_engine(kvd.runtime_dir) as engine:

@@ -1,4 +1,4 @@
-"""kvd remote follow beside real daemons: sessions move by themselves; loads may wait for them."""
+"""kvd remote follow beside real daemons: sessions move automatically; loads may wait for them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def server(
     layout: KVLayout | None = None,
     **settings: str,
 ) -> AsyncIterator[Server]:
-    """A server whose follower writes to, and fetches from, a directory."""
+    """Run a server whose follower pushes to, and fetches from, a directory."""
     environ = remote_settings(store, **settings)
     async with (
         running_kvd(directory, *sizes, environ=environ) as kvd,
@@ -60,7 +60,10 @@ async def server(
 
 
 async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
-    """Stored at A, wanted at B, there in time, A fenced; what goes on at A again is A's again."""
+    """Stored at A, fetched at B in time, A fenced off.
+
+    A session that continues at A is A's again.
+    """
     store = tmp_path / "store"
     async with server(tmp_path / "1", store) as a, server(tmp_path / "2", store) as b:
         await a.engine.store(key_of("s"), TOKENS)
@@ -78,7 +81,7 @@ async def test_sessions_follow_their_turns(tmp_path: Path) -> None:
 
 
 async def wait_for(engine: SyntheticEngine, name: str, history_tokens: int = 0) -> int:
-    """Load a session that may be fetched first; returns how many tokens are granted."""
+    """Load a session that may be fetched first; return how many tokens are granted."""
     tokens, key, history = encode(TOKENS), key_of(name), history_tokens
     grant = await engine.client.prepare_load(
         key, tokens, 0, 30.0, fetch_wait_s=30.0, history_tokens=history
@@ -88,10 +91,10 @@ async def wait_for(engine: SyntheticEngine, name: str, history_tokens: int = 0) 
 
 
 async def until_answered(one: Server) -> None:
-    """Return when it is known that somebody answers: a load has waited for nothing.
+    """Return when a follower is known to answer: a load has waited in vain.
 
-    Whoever is to answer hears what is asked for from now on: else it would have to look for all
-    that was asked for while it started, and what comes last might wait for too long.
+    From now on the follower receives requests directly. Otherwise it would have to catch up with
+    all requests of its start, and the last one might wait for too long.
     """
     await one.following.until_said("kvd_followed")
     number = 0
@@ -101,14 +104,14 @@ async def until_answered(one: Server) -> None:
 
 
 async def waits_of(one: Server) -> dict[str, int]:
-    """How waits of loads have ended."""
+    """Return how waits of loads have ended."""
     names = ("fetched", "absent", "unanswered", "late")
     counters = await counters_of(one.kvd)
     return {name: n for name in names if (n := counters[f"fetch_waits_{name}"])}
 
 
-async def test_a_load_waits_for_what_is_fetched(tmp_path: Path) -> None:
-    """However slow that is; of what is nowhere it knows at once."""
+async def test_a_load_waits_for_a_session_that_is_fetched(tmp_path: Path) -> None:
+    """It waits however slow that is; for a session that is nowhere it does not wait."""
     store = tmp_path / "store"
     async with (
         server(tmp_path / "1", store) as a,
@@ -127,10 +130,12 @@ async def test_a_load_waits_for_what_is_fetched(tmp_path: Path) -> None:
     [small_layout(), layout_with_states(), layout_with_windows()],
     ids=["plain", "states", "windows"],
 )
-async def test_a_session_comes_back(tmp_path: Path, layout: KVLayout) -> None:
-    """It went on at B: A has what was there before, waits for all of it, and goes on.
+async def test_a_session_that_continued_elsewhere_comes_back(
+    tmp_path: Path, layout: KVLayout
+) -> None:
+    """It continued at B: A has an older part, waits for all of it, and continues.
 
-    What was set for it at A holds; only B is fenced by that.
+    Its settings at A stay in force; only B is fenced off by that.
     """
     store, key = tmp_path / "store", key_of("s")
 
@@ -162,7 +167,7 @@ async def test_a_session_comes_back(tmp_path: Path, layout: KVLayout) -> None:
 
 
 async def test_a_session_that_has_lost_its_end_is_fetched(tmp_path: Path) -> None:
-    """From what its own server has pushed."""
+    """The end comes from the copy that this server has pushed."""
     store, sizes = tmp_path / "store", ("--dram", "1MB", "--ssd", "0")
     async with server(tmp_path / "1", store, sizes) as one:
         await until_answered(one)
@@ -178,7 +183,7 @@ async def test_a_session_that_has_lost_its_end_is_fetched(tmp_path: Path) -> Non
 
 
 async def test_a_follower_that_is_killed_costs_one_wait(tmp_path: Path) -> None:
-    """It answers nothing any more; the next one is waited for from its first answer on."""
+    """It answers no more; loads wait for the next follower from its first answer on."""
     store = tmp_path / "store"
     async with server(tmp_path / "1", store) as one:
         await until_answered(one)
@@ -194,8 +199,8 @@ async def test_a_follower_that_is_killed_costs_one_wait(tmp_path: Path) -> None:
         assert (await waits_of(one))["unanswered"] == 1
 
 
-async def test_without_a_follower_nobody_waits(tmp_path: Path) -> None:
-    """Though the settings say that sessions are fetched: they are only asked for."""
+async def test_without_a_follower_loads_do_not_wait(tmp_path: Path) -> None:
+    """The settings say that sessions are fetched, but requests have no answer."""
     async with server(tmp_path / "1", tmp_path / "store") as one:
         await one.following.end(9)
         await one.kvd.stop()
@@ -208,8 +213,8 @@ async def test_without_a_follower_nobody_waits(tmp_path: Path) -> None:
         one.following.start()
 
 
-async def test_a_kvd_that_takes_no_answers_is_told_none(tmp_path: Path) -> None:
-    """An older one has no such call, as the socket of readers has none; that is no failure."""
+async def test_a_kvd_without_the_answering_call_is_not_called_again(tmp_path: Path) -> None:
+    """An older kvd, and the readers' socket, lack the call; that is no failure."""
 
     def answer(kvd: KvdProcess) -> None:
         with connect_to(f"unix:{kvd.runtime_dir}/reader.sock") as client:
@@ -222,8 +227,8 @@ async def test_a_kvd_that_takes_no_answers_is_told_none(tmp_path: Path) -> None:
             await asyncio.to_thread(answer, kvd)
 
 
-async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) -> None:
-    """By a flush or an end, be it not stored here any more; what is evicted stays there."""
+async def test_dropped_sessions_are_removed_from_the_store(tmp_path: Path) -> None:
+    """Flushes and ends remove them, even if kvd has no blocks any more; evicted sessions stay."""
     store, sizes = tmp_path / "store", ("--dram", "1MB", "--ssd", "0")
     async with server(tmp_path / "1", store, sizes) as one:
         for name in ("flushed", "ended", "evicted", "ended-elsewhere"):
@@ -234,7 +239,7 @@ async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) ->
         await one.engine.client.end_session(key_of("ended"))
         for name in ("flushed", "ended"):
             await until_there(store, name, None)
-        await one.engine.store(key_of("large"), [7] * 2040)  # takes all others' room
+        await one.engine.store(key_of("large"), [7] * 2040)  # evicts all others
         await until_there(store, "large", 2040)
         names = {info.session.session_id for info in await sessions_of(one.kvd)}
         assert "ended-elsewhere" not in names, names
@@ -243,17 +248,17 @@ async def test_what_is_dropped_on_purpose_goes_from_the_store(tmp_path: Path) ->
         await until_there(store, "ended-elsewhere", None)
 
 
-async def test_killed_and_started_again(tmp_path: Path) -> None:
-    """In the middle of a push, too; what was stored or flushed meanwhile is made good.
+async def test_a_follower_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    """It is killed in the middle of a push, too; it catches up with stores and flushes.
 
-    Then kvd is the one that ends, and is followed again when it is back.
+    Then kvd ends, and is followed again when it is back.
     """
     store = tmp_path / "store"
     async with server(tmp_path / "1", store, rate="1MB") as one:
         await one.engine.store(key_of("early"), TOKENS[:40])
         await until_there(store, "early", 40)
         await one.engine.store(key_of("s"), TOKENS)
-        await one.following.end(9)  # wherever it is
+        await one.following.end(9)  # in whichever state the push is
         await one.engine.store(key_of("late"), TOKENS[:50])
         code, _, _ = await run_cli("flush", "early", "--runtime-dir", str(one.kvd.runtime_dir))
         assert code == 0
@@ -274,14 +279,14 @@ async def test_killed_and_started_again(tmp_path: Path) -> None:
         assert one.following.said("session_not_pushed") == 0
 
 
-async def test_a_store_that_fails_is_nothing_to_turns(tmp_path: Path) -> None:
-    """Stores and loads go on; when it is mended what it lacks comes, and settings are followed."""
+async def test_a_failing_store_does_not_affect_turns(tmp_path: Path) -> None:
+    """Stores and loads continue; once it works it gets what it lacks, and settings are followed."""
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     async with server(tmp_path / "1", store) as one:
         await one.engine.store(key_of("before"), TOKENS[:40])
         await until_there(store, "before", 40)
         store.rename(elsewhere)
-        store.touch()  # a file, where a directory is to be
+        store.touch()  # a file in the place of the directory
         await one.engine.store(key_of("s"), TOKENS)
         await one.following.until_said("remote_store_fails")
         assert (await one.engine.load(key_of("s"), TOKENS)).num_tokens == 1050
@@ -293,8 +298,8 @@ async def test_a_store_that_fails_is_nothing_to_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", ["drain", "none"])
-async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
-    """With "drain" everything, and only then."""
+async def test_drain_pushes_the_rest_at_the_end(tmp_path: Path, write: str) -> None:
+    """With "drain" everything is pushed then, and not earlier."""
     store = tmp_path / "store"
     async with server(tmp_path / "1", store, write=write) as one:
         await one.engine.store(key_of("s"), TOKENS)
@@ -305,16 +310,21 @@ async def test_what_is_left_goes_at_the_end(tmp_path: Path, write: str) -> None:
         one.following.start()
 
 
-async def test_what_is_evicted_is_there_before(
+async def test_evicted_sessions_were_pushed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With "evicted" that, and no more until the end; what was evicted comes back as it was."""
-    monkeypatch.setenv("KVD_EVICTION__POLICY", "lru")  # so that nothing learned changes the order
+    """With "evicted" only those are pushed until the end.
+
+    An evicted session comes back unchanged.
+    """
+    # so that learned return times do not change the order
+    monkeypatch.setenv("KVD_EVICTION__POLICY", "lru")
     store, names = tmp_path / "store", [f"s{number}" for number in range(10)]
     conversations = {
         name: list(range(2000 * number, 2000 * number + 1050)) for number, name in enumerate(names)
     }
-    sizes = ("--dram", "2MB", "--ssd", "3300KB")  # of SSD four sessions, and half of the headroom
+    # SSD holds four sessions, and half of the headroom
+    sizes = ("--dram", "2MB", "--ssd", "3300KB")
     async with server(tmp_path / "1", store, sizes, write="evicted") as one:
         await one.following.until_said("kvd_followed")
         for number, name in enumerate(names):
@@ -335,7 +345,7 @@ async def test_what_is_evicted_is_there_before(
 
 
 async def is_headroom_there(one: Server, store: Path, newest: str) -> bool:
-    """Whether the newest session has its room, and the next has it of what is in the store."""
+    """Return whether the newest session and the next one have room, counting pushed sessions."""
     infos = {info.session.session_id: info for info in await sessions_of(one.kvd)}
     near = [name for name, info in infos.items() if info.near_eviction]
     is_enough = sum(infos[name].num_blocks for name in near) > 66 and not infos[newest].dirty_bytes
@@ -343,14 +353,14 @@ async def is_headroom_there(one: Server, store: Path, newest: str) -> bool:
 
 
 async def is_there_what_goes(one: Server, store: Path, names: list[str]) -> bool:
-    """Whether just what kvd does not have any more, or not whole, or not for long, is there."""
+    """Return whether the store has just the sessions that kvd lacks, in part or soon."""
     infos = {info.session.session_id: info for info in await sessions_of(one.kvd)}
     stays = {name for name, one in infos.items() if not (one.lost or one.near_eviction)}
     return all((name in stays) is (manifest_of(store, name) is None) for name in names)
 
 
-async def test_what_is_left_goes_at_the_end_of_one_that_has_lost_kvd(tmp_path: Path) -> None:
-    """It asks once more: kvd may be back."""
+async def test_a_follower_that_has_lost_kvd_drains_at_its_end(tmp_path: Path) -> None:
+    """It connects once more: kvd may be back."""
     store = tmp_path / "store"
     async with server(tmp_path / "1", store, write="drain") as one:
         await one.following.until_said("kvd_followed")

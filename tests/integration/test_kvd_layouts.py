@@ -1,4 +1,4 @@
-"""Several layouts in one kvd: what they share of DRAM, and what a restart keeps of it."""
+"""Several layouts in one kvd: how they share DRAM, and what a restart keeps of it."""
 
 import pytest
 
@@ -13,8 +13,8 @@ LAYOUTS = [small_layout(model=model) for model in MODELS]
 KEYS = [key_of("s", model=model) for model in MODELS]
 
 
-async def test_a_layout_without_engines_gives_its_dram_up(tmp_path, monkeypatch):
-    """What it held is on SSD; a layout with an engine keeps its own, and the other is refused."""
+async def test_a_layout_without_engines_gives_its_dram_to_another(tmp_path, monkeypatch):
+    """Its sessions are on SSD; a layout with an engine keeps its DRAM, and the other is refused."""
     monkeypatch.setenv("KVD_DRAM__TOTAL_BYTES", "1MB")
     async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd:
         async with attached_engine(kvd.runtime_dir, LAYOUTS[0]) as engine:
@@ -31,7 +31,7 @@ async def test_a_layout_without_engines_gives_its_dram_up(tmp_path, monkeypatch)
             assert (loaded.num_tokens, loaded.tiers) == (50, {"ssd"})
 
 
-async def test_what_was_left_of_dram_is_adopted_too(tmp_path, monkeypatch):
+async def test_a_smaller_share_of_dram_is_adopted_too(tmp_path, monkeypatch):
     """The second layout has less than dram.bytes, because of the bound, and keeps it."""
     monkeypatch.setenv("KVD_DRAM__TOTAL_BYTES", "1500KB")
     async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd:

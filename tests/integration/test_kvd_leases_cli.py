@@ -20,7 +20,7 @@ from tests.synthetic_engine import attached_engine, encode, key_of
 
 TOKENS = list(range(100, 150))
 
-# Stores to slots for ever, or until its parent kills it.
+# Stores to slots until its parent kills it.
 WRITING_ENGINE = """
 import asyncio, sys
 from pathlib import Path
@@ -44,7 +44,7 @@ async def _writing_engine(runtime_dir: Path) -> AsyncIterator[asyncio.subprocess
     try:
         assert process.stdout is not None
         async with asyncio.timeout(60):
-            while line := await process.stdout.readline():  # log lines stand before it
+            while line := await process.stdout.readline():  # log lines come before it
                 if line == b"holding\n":
                     break
         yield process
@@ -62,7 +62,7 @@ async def _leases(kvd: KvdProcess) -> list[dict[str, Any]]:
 
 
 async def test_leases_are_listed_with_their_holder(tmp_path: Path) -> None:
-    """A load and a store under way name their process, session and slots, until they complete."""
+    """An active load and store have their process, session and slots listed until they complete."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         attached_engine(kvd.runtime_dir, name="engine-under-test") as engine,
@@ -88,7 +88,7 @@ async def test_leases_are_listed_with_their_holder(tmp_path: Path) -> None:
 async def test_a_stopped_writer_is_quarantined_over_a_restart_and_can_be_killed(
     tmp_path: Path,
 ) -> None:
-    """Slots of a writer that hangs while kvd restarts are given to nobody until it is killed."""
+    """Slots of a writer that hangs while kvd restarts are not reused until it is killed."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         _writing_engine(kvd.runtime_dir) as writer,
@@ -113,7 +113,7 @@ async def test_a_stopped_writer_is_quarantined_over_a_restart_and_can_be_killed(
 
 
 async def test_an_attached_holder_can_be_killed(tmp_path: Path) -> None:
-    """An engine that is attached and holds leases is ended too; its leases end with it."""
+    """An attached engine that holds leases is killed too; its leases end with it."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         _writing_engine(kvd.runtime_dir) as writer,
@@ -132,8 +132,8 @@ async def test_an_attached_holder_can_be_killed(tmp_path: Path) -> None:
         await eventually(num_engines, 0)
 
 
-async def test_only_holders_are_killed(tmp_path: Path) -> None:
-    """A process without a lease is not kvd's to kill: exit 3; without --yes nothing happens: 2."""
+async def test_only_holders_of_leases_are_killed(tmp_path: Path) -> None:
+    """A process without a lease is refused: exit 3; without --yes nothing happens: exit 2."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir),
@@ -145,4 +145,5 @@ async def test_only_holders_are_killed(tmp_path: Path) -> None:
         code, _, stderr = await run_cli("leases", "--kill", str(os.getpid()), *at)
         assert (code, "--yes" in stderr) == (2, True)
         with connect(kvd.runtime_dir) as client, pytest.raises(InvalidInputError):
-            await asyncio.to_thread(client.kill_holder, 0)  # what foreign namespaces look like
+            # as processes of other namespaces appear
+            await asyncio.to_thread(client.kill_holder, 0)

@@ -1,4 +1,4 @@
-"""A real kvd takes a lineage at its word, also that nothing was discarded."""
+"""A real kvd trusts a lineage, also one that says that no token was discarded."""
 
 from shared.types.lineage import WHOLE
 from tests.faulty_kvd import FaultyKvd
@@ -10,8 +10,11 @@ TOKENS = list(range(5000, 5064))
 DROPPED = [(0, 16)]
 
 
-async def test_whole_is_named_or_nothing_is(tmp_path):
-    """A truncated session is not found as one without discards; its discard may be told again."""
+async def test_a_lineage_is_named_as_a_whole_or_not_at_all(tmp_path):
+    """A truncated session is not found as one without discards.
+
+    Its discard may be reported again.
+    """
     kvd = FaultyKvd(tmp_path, keep="none", **SIZES)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir) as engine:

@@ -18,7 +18,7 @@ FENCED, EXISTS, NOT_THERE, DAMAGED = 4, 5, 3, 5
 
 
 async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
-    """Exit code, and what was said, on whichever stream."""
+    """Return the exit code, and the output of either stream."""
     code, stdout, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
     return code, stdout + stderr
 
@@ -40,8 +40,8 @@ def store(tmp_path: Path) -> tuple[Path, str]:
     return directory, f"file://{directory}"
 
 
-async def test_a_session_moves_with_what_it_is_kept_for(tmp_path: Path, store) -> None:
-    """The next server loads every token, byte for byte; TTL, pin and ownership come along."""
+async def test_a_session_moves_with_its_settings(tmp_path: Path, store) -> None:
+    """The next server loads every token, byte for byte; TTL, pin and ownership move along."""
     _, url = store
     async with (
         running_kvd(tmp_path / "1", *SIZES) as one,
@@ -64,7 +64,7 @@ async def test_a_session_moves_with_what_it_is_kept_for(tmp_path: Path, store) -
         [info] = await sessions_of(two)
         assert (info.ttl_s, info.pin) == (7200.0, 1)
 
-        # The old owner is fenced off; it may take the session back, or be told to.
+        # The old owner is fenced off; it may take the session back, or let it go.
         await engine.store(key_of("a"), [*TOKENS, *range(40)])
         code, said = await _cli(one, "push", "a", "--to", url)
         assert (code, ", since epoch 2" in said, "--take" in said) == (FENCED, True, True)
@@ -75,7 +75,7 @@ async def test_a_session_moves_with_what_it_is_kept_for(tmp_path: Path, store) -
         assert (await _cli(two, "push", "a", "--to", url))[0] == FENCED
 
 
-async def test_what_is_there_is_not_sent_again(tmp_path: Path, store) -> None:
+async def test_chunks_in_the_store_are_not_sent_again(tmp_path: Path, store) -> None:
     """An unchanged session costs nothing, a longer one its new end, a common prefix nothing."""
     directory, url = store
     first, second = list(range(40_000)), list(range(40_000, 48_000))  # 20 MB and 4 MB
@@ -95,8 +95,8 @@ async def test_what_is_there_is_not_sent_again(tmp_path: Path, store) -> None:
         assert num_objects < 2 * len(first) // 16_384 + 6
 
 
-async def test_sealed_sessions_are_opened_by_those_with_the_key(tmp_path: Path, store) -> None:
-    """With a key file nothing of a session is in the store in plain; another key opens nothing."""
+async def test_sealed_sessions_need_the_key(tmp_path: Path, store) -> None:
+    """With a key file no part of a session is in the store in plain; another key opens nothing."""
     directory, url = store
     for name in ("key", "other"):
         write_key(tmp_path / name, new_key())
@@ -113,7 +113,7 @@ async def test_sealed_sessions_are_opened_by_those_with_the_key(tmp_path: Path, 
         await engine.store(key_of("b", "acme"), tokens)
         assert (await _cli(one, "push", "--all", "--to", url))[0] == 0
         chunks = _objects(directory, "chunks")
-        assert len(chunks) == 1  # equal content of one tenant is there once, sealed or not
+        assert len(chunks) == 1  # equal content of one tenant is stored once, sealed or not
         assert b"DCBA" not in chunks[0].read_bytes()
         code, said = await _cli(three, "pull", "a", "--tenant", "acme", "--from", url, "--copy")
         assert (code, "encryption.key_file" in said) == (5, True)
@@ -125,8 +125,8 @@ def _encrypting(directory: Path, key: Path):
     return running_kvd(directory, *SIZES, environ={"KVD_ENCRYPTION__KEY_FILE": str(key)})
 
 
-async def test_what_is_damaged_or_gone_is_not_taken_in(tmp_path: Path, store) -> None:
-    """Neither a flipped byte nor a missing object becomes a session; it is said what to do."""
+async def test_damaged_and_missing_objects_are_refused(tmp_path: Path, store) -> None:
+    """Neither a flipped byte nor a missing object becomes a session; the error names the remedy."""
     directory, url = store
     async with (
         running_kvd(tmp_path / "1", *SIZES) as one,
@@ -207,8 +207,8 @@ def _make_older(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-async def test_command_lines_that_say_not_what(tmp_path: Path) -> None:
-    """Each gets one line with what to do."""
+async def test_incomplete_command_lines_are_refused(tmp_path: Path) -> None:
+    """Each gets one line with the remedy."""
     async with running_kvd(tmp_path / "1", *SIZES) as kvd:
         for arguments, said in (
             (("push",), "name sessions, or give --tenant, or --all"),

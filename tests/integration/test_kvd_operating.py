@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Stage:
-    """A kvd with an engine, and sessions that tests name for themselves."""
+    """A kvd with an engine, and named sessions."""
 
     def __init__(self, kvd: KvdProcess, engine: SyntheticEngine) -> None:
         self.kvd = kvd
@@ -59,7 +59,7 @@ async def stage(tmp_path_factory):
 
 
 async def test_sessions_are_filtered_and_sorted(stage):
-    """Conditions add up, orders are those of all sessions, and the total is what the filter has."""
+    """Conditions are combined, orders cover all sessions, and the total counts filtered ones."""
     await stage.store("ls-small", tenant="filtering", num_tokens=5)
     await stage.store("ls-large", tenant="filtering", num_tokens=90)
     await stage.store("ls-middle", tenant="filtering", num_tokens=40)
@@ -88,11 +88,11 @@ async def test_sessions_are_filtered_and_sorted(stage):
 
 
 async def test_a_filter_is_flushed(stage):
-    """A dry run says what a flush then does; a leased session is named and stays."""
+    """A dry run shows what the flush then does; a leased session is named and stays."""
     await stage.store("gone-1", "gone-2", tenant="flushing")
     await stage.store("kept", tenant="other")
     grant = await stage.engine.client.prepare_load(
-        key_of("gone-2", tenant="flushing"), _encoded(50), 0, 5
+        key_of("gone-2", tenant="flushing"), _encode(50), 0, 5
     )
     dry = await stage.json("flush", "--tenant", "flushing", "--dry-run")
     done = await stage.json("flush", "--tenant", "flushing", "--yes")
@@ -122,8 +122,8 @@ async def test_a_filter_is_flushed(stage):
     ("answer", "code", "left", "word"),
     [("y", 0, 0, "freed"), pytest.param("n", 2, 2, "nothing was changed", marks=pytest.mark.long)],
 )
-async def test_a_question_is_asked_on_a_terminal(stage, answer, code, left, word):
-    """It says how much would go; no leaves everything, yes does it."""
+async def test_a_flush_asks_for_confirmation_on_a_terminal(stage, answer, code, left, word):
+    """The question has the amount; "no" keeps everything, "yes" flushes."""
     await stage.store("asked-1", "asked-2", tenant="asking")
     with on_terminal("flush", "--tenant", "asking", *stage.at) as terminal:
         await asyncio.to_thread(terminal.until, "Drop the KV of 2 sessions (")
@@ -133,11 +133,11 @@ async def test_a_question_is_asked_on_a_terminal(stage, answer, code, left, word
     assert len(await stage.ids("--tenant", "asking")) == left
 
 
-async def test_a_session_tells_its_history(stage):
-    """show has its moves and leases; of a session that is gone the error says what became of it."""
+async def test_show_has_a_sessions_history(stage):
+    """It lists moves and leases; for a session that is gone the error says what became of it."""
     await stage.store("told")
     await stage.engine.load(key_of("told"), list(range(50)))
-    grant = await stage.engine.client.prepare_load(key_of("told"), _encoded(50), 0, 5)
+    grant = await stage.engine.client.prepare_load(key_of("told"), _encode(50), 0, 5)
     shown = await stage.json("show", "told")
     table = (await run_cli("show", "told", *stage.at))[1]
     await stage.engine.client.complete_load(grant)
@@ -151,8 +151,8 @@ async def test_a_session_tells_its_history(stage):
     assert (code, "it was flushed" in line) == (3, True)
 
 
-async def test_a_session_is_found_by_what_only_it_has(stage):
-    """By its id in any tenant, or by how its id begins; of several none is taken, but named."""
+async def test_a_session_is_found_by_an_unambiguous_prefix(stage):
+    """The id works in any tenant, as does its beginning; if several match all are named."""
     await stage.store("nam-one", "nam-other")
     await stage.store("nam-elsewhere", tenant="naming")
     whole = {"session_id": "nam-elsewhere", "tenant": "naming"}
@@ -174,8 +174,8 @@ async def test_a_session_is_found_by_what_only_it_has(stage):
     assert (code, "no session 'nam-nobody'" in line) == (3, True)
 
 
-async def test_a_beginning_is_not_flushed_without_a_word(stage):
-    """The session that was meant may be gone, and another's id begin so: it is asked, or told."""
+async def test_a_prefix_needs_confirmation_before_a_flush(stage):
+    """The intended session may be gone, and another one match: the command asks, or refuses."""
     await stage.store("begun-1", "begun-10")
     await stage.json("flush", "begun-1")
     code, line = await stage.fails("flush", "begun-1")
@@ -189,7 +189,7 @@ async def test_a_beginning_is_not_flushed_without_a_word(stage):
 
 
 async def test_recent_events_are_shown(stage):
-    """The last ones that fit, oldest first, by session, tenant and name."""
+    """The last ones that fit are shown, oldest first, by session, tenant and name."""
     await stage.store("seen-1", "seen-2", tenant="seeing")
     await stage.json("flush", "seen-1", "--tenant", "seeing")
     ours = ("events", "--tenant", "seeing")
@@ -209,7 +209,7 @@ async def test_recent_events_are_shown(stage):
 
 
 async def test_events_are_followed(stage):
-    """A document a line, as they come, until it is interrupted: exit 130, nothing said."""
+    """Each is one document per line, until an interrupt: exit 130, no message."""
     command = ("events", "--follow", "--json", "--last", "0", "--session", "followed", *stage.at)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvd", *command, stdout=-1, stderr=-1
@@ -226,7 +226,7 @@ async def test_events_are_followed(stage):
 
 
 async def _first_line(process, stage) -> Any:
-    """Store a little more until the watcher, who comes when he comes, has seen it."""
+    """Store more and more until the watcher, which connects at some time, has printed a line."""
     line = asyncio.ensure_future(process.stdout.readline())
     for num_tokens in range(1, 600):
         await stage.store("followed", num_tokens=num_tokens)
@@ -237,7 +237,7 @@ async def _first_line(process, stage) -> Any:
 
 
 async def test_statistics_are_watched(stage):
-    """On a terminal in place, with what was counted meanwhile, until Ctrl-C: exit 130."""
+    """On a terminal they are updated in place, with rates, until Ctrl-C: exit 130."""
     with on_terminal("stats", "--watch", "--interval", "100ms", *stage.at) as terminal:
         await asyncio.to_thread(
             terminal.until, "loads and stores, in the last", "engine-under-test"
@@ -249,8 +249,8 @@ async def test_statistics_are_watched(stage):
 
 
 @pytest.mark.long
-async def test_statistics_are_watched_by_programs(stage):
-    """With --json they are a document a line."""
+async def test_statistics_are_watched_as_json(stage):
+    """With --json there is one document per line."""
     watch = ("stats", "--watch", "--interval", "100ms", *stage.at)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvd", *watch, "--json", stdout=-1
@@ -264,8 +264,8 @@ async def test_statistics_are_watched_by_programs(stage):
     assert looks[0]["process"]["uptime_s"] < looks[1]["process"]["uptime_s"]
 
 
-async def test_top_lives_on_a_terminal(stage):
-    """Rows, sorting, a session's history, a pin and a flush after a question, another size, q."""
+async def test_top_on_a_terminal(stage):
+    """Rows, sorting, a session's history, pin and flush with confirmation, another size, q."""
     await stage.store("top-1", tenant="topping", num_tokens=80)
     await stage.store("top-2", tenant="topping", num_tokens=40)
     of_ours = ("top", "--tenant", "topping", "--interval", "200ms", *stage.at)
@@ -288,7 +288,7 @@ async def test_top_lives_on_a_terminal(stage):
             terminal.until("flush session top-1?")
             terminal.type("n")
             terminal.until("nothing was done")
-            terminal.type("fy")  # pasted: what comes with the key that asks is no answer
+            terminal.type("fy")  # pasted: keys that come together with the question's are no answer
             terminal.until("flush session top-1?")
             terminal.type("y")
             terminal.until("top-1: flushed", "1 session by bytes")
@@ -307,7 +307,7 @@ async def test_top_lives_on_a_terminal(stage):
 
 
 async def test_top_without_a_terminal(stage):
-    """It is refused kindly; --json is one look, with the rates of an interval."""
+    """It is refused with a reason; --json prints one sample, with the rates of an interval."""
     code, line = await stage.fails("top")
     assert (code, "--json" in line, "stats --watch" in line) == (2, True, True)
     look = await stage.json("top", "--interval", "100ms", "--sort", "bytes")
@@ -318,8 +318,8 @@ async def test_top_without_a_terminal(stage):
     assert (sizes, look["total"]) == (sorted(sizes, reverse=True), len(sizes))
 
 
-async def test_lists_of_nothing_say_so(stage):
-    """No header without rows, and no silence."""
+async def test_empty_lists_say_so(stage):
+    """They print no header without rows, and are not silent."""
     for arguments, said in (
         (("ls", "nobody-has-this-"), "no session is stored that fits\n"),
         (("events", "--session", "nobody"), "no events that fit\n"),
@@ -328,8 +328,8 @@ async def test_lists_of_nothing_say_so(stage):
         assert await run_cli(*arguments, *stage.at) == (0, said, "")
 
 
-async def test_stored_sessions_complete(stage):
-    """What shells ask for at a Tab: ids that the running kvd has; nothing without one."""
+async def test_stored_sessions_are_completed(stage):
+    """At a Tab shells get the ids that the running kvd has; nothing without a kvd."""
     await stage.store("complete-me", "complete-it", "x")
     code, found, _ = await run_cli("complete", "--", "show", *stage.at, "complete-")
     assert (code, sorted(found.split())) == (0, ["complete-it", "complete-me"])
@@ -340,8 +340,8 @@ async def test_stored_sessions_complete(stage):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-async def test_bash_completes(stage, tmp_path: Path):
-    """The script, in a real bash: stored sessions, most recently used first."""
+async def test_completion_in_bash(stage, tmp_path: Path):
+    """A real bash completes stored sessions, most recently used first."""
     await stage.store("bash-2", "bash-1")
     _, script, _ = await run_cli("completion", "bash")
     (tmp_path / "kvd").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvd "$@"\n')
@@ -366,5 +366,5 @@ async def test_bash_completes(stage, tmp_path: Path):
     assert done.stdout.split() == ["bash-1", "bash-2"]
 
 
-def _encoded(num_tokens: int) -> bytes:
+def _encode(num_tokens: int) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in range(num_tokens))

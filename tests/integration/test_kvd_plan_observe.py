@@ -1,4 +1,4 @@
-"""kvd plan --observe against a real daemon that was too small for its sessions."""
+"""`kvd plan --observe` against a real daemon that was too small for its sessions."""
 
 import asyncio
 import json
@@ -10,15 +10,15 @@ from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 
-NUM_SESSIONS = 14  # of three blocks: more than 32 blocks hold, fewer than 64 do
+NUM_SESSIONS = 14  # blocks of three sessions: more than 32 blocks hold, fewer than 64 do
 ROUNDS = 6
-GROWTH = 8  # tokens that a turn adds
+GROWTH = 8  # tokens per turn
 FLAGS = ("--dram", "256KB", "--ssd", "0")
 CONFIG = '[eviction]\npolicy = "lru"\n'
 
 
 async def _turn(engine: SyntheticEngine, session: int, round_: int) -> int:
-    """One turn; returns how many tokens of its history were there."""
+    """Run one turn; return how many tokens of its history were found."""
     key, first = key_of(f"s{session}"), 1000 * session
     history = GROWTH * round_
     tokens = list(range(first, first + history + GROWTH))
@@ -28,7 +28,7 @@ async def _turn(engine: SyntheticEngine, session: int, round_: int) -> int:
     return loaded.num_tokens if loaded else 0
 
 
-async def _observed(kvd: KvdProcess) -> Any:
+async def _observe(kvd: KvdProcess) -> Any:
     code, stdout, stderr = await run_cli(
         "plan", "--observe", "--json", "-", "--runtime-dir", str(kvd.runtime_dir)
     )
@@ -36,8 +36,8 @@ async def _observed(kvd: KvdProcess) -> Any:
     return json.loads(stdout)
 
 
-async def test_what_more_memory_would_have_found(tmp_path: Path) -> None:
-    """LRU loses what comes in turn; twice the DRAM would have held everything."""
+async def test_the_plan_shows_hits_with_more_memory(tmp_path: Path) -> None:
+    """LRU loses what is used in a circle; twice the DRAM would have held everything."""
     (tmp_path / "kvd.toml").write_text(CONFIG)
     flags = (*FLAGS, "--config", str(tmp_path / "kvd.toml"))
     found = wanted = 0
@@ -48,13 +48,13 @@ async def test_what_more_memory_would_have_found(tmp_path: Path) -> None:
                 if round_ >= ROUNDS // 2:
                     wanted += GROWTH * round_
                     found += there
-        document = await _observed(kvd)
+        document = await _observe(kvd)
         code, table, _ = await run_cli("plan", "--observe", "--runtime-dir", str(kvd.runtime_dir))
     (layout,) = document["layouts"]
     assert (layout["num_turns"], layout["num_sessions"]) == (NUM_SESSIONS * ROUNDS, NUM_SESSIONS)
     assert layout["num_judged"] == NUM_SESSIONS * ROUNDS // 2
     assert (layout["policy"], layout["is_too_few"]) == ("lru", True)
-    assert abs(layout["had"]["tok"] - found / wanted) < 0.01  # both know what was handed out
+    assert abs(layout["had"]["tok"] - found / wanted) < 0.01  # both count the granted tokens
     by_scale = {size["dram_scale"]: size for size in layout["reachable"]}
     assert list(by_scale) == [1, 2, 4]
     assert [by_scale[scale]["is_filled"] for scale in by_scale] == [True, False, False]
@@ -66,8 +66,8 @@ async def test_what_more_memory_would_have_found(tmp_path: Path) -> None:
     assert "too few" in table
 
 
-async def test_turns_are_known_by_their_jobs(tmp_path: Path) -> None:
-    """What an engine tells of its queue says when a turn came, and what it wanted."""
+async def test_turns_are_known_from_the_queue(tmp_path: Path) -> None:
+    """The queue of an engine says when a turn arrived, and how many tokens it needed."""
     flags = ("--dram", "1MB", "--ssd", "0")
 
     async def queue() -> tuple[int, int]:
@@ -93,8 +93,8 @@ async def test_turns_are_known_by_their_jobs(tmp_path: Path) -> None:
     assert (told.ssd_bytes, told.policy) == (0, "predictive")
 
 
-async def test_nothing_was_seen(tmp_path: Path) -> None:
-    """Without a turn, and without a daemon, it is one line and says what to do."""
+async def test_nothing_was_observed(tmp_path: Path) -> None:
+    """Without a turn, and without a daemon, there is one line with the remedy."""
     async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
         code, _, stderr = await run_cli("plan", "--observe", "--runtime-dir", str(kvd.runtime_dir))
         assert (code, len(stderr.strip().splitlines())) == (5, 1)

@@ -20,7 +20,7 @@ TOKENS = list(range(100, 150))  # three full blocks and two tokens
 
 
 async def test_stored_rows_are_loaded_from_dram(tmp_path: Path) -> None:
-    """What an engine stores it loads again, byte for byte, from DRAM."""
+    """An engine loads its own stored rows, byte for byte, from DRAM."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -70,7 +70,7 @@ async def test_changed_tokens_are_not_loaded(tmp_path: Path) -> None:
 
 
 async def test_restart_keeps_stored_sessions(tmp_path: Path) -> None:
-    """After SIGTERM and a new start every session is loaded from SSD, by an engine that stayed."""
+    """After SIGTERM and a new start the engine, which stayed, loads every session from SSD."""
     async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB", keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             for name in ("a", "b"):
@@ -87,7 +87,7 @@ async def test_restart_keeps_stored_sessions(tmp_path: Path) -> None:
 
 
 async def test_more_sessions_than_dram_holds(tmp_path: Path) -> None:
-    """What DRAM cannot keep is read from SSD; every session stays complete."""
+    """Blocks that DRAM cannot keep are read from SSD; every session stays complete."""
     names = [f"s{number}" for number in range(12)]
     async with (
         running_kvd(tmp_path, "--dram", "80KB", "--ssd", "4MB") as kvd,
@@ -117,7 +117,7 @@ async def test_a_session_larger_than_dram_is_loaded_in_parts(tmp_path: Path) -> 
 
 
 async def test_without_ssd_a_full_arena_drops_the_coldest(tmp_path: Path) -> None:
-    """With DRAM only, new sessions take the place of old ones and nothing fails."""
+    """With DRAM only, new sessions replace old ones and no call fails."""
     async with (
         running_kvd(tmp_path, "--dram", "80KB", "--ssd", "0") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -132,7 +132,7 @@ async def test_without_ssd_a_full_arena_drops_the_coldest(tmp_path: Path) -> Non
 
 
 async def test_two_engines_share_one_arena(tmp_path: Path) -> None:
-    """What one engine stores another one of the same layout loads."""
+    """An engine loads what another one of the same layout has stored."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir, name="first") as first,
@@ -145,7 +145,7 @@ async def test_two_engines_share_one_arena(tmp_path: Path) -> None:
 
 
 async def test_layouts_are_kept_apart(tmp_path: Path) -> None:
-    """Another layout of the same model finds nothing: its bytes would mean something else."""
+    """Another layout of the same model finds nothing: its bytes would have another meaning."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -155,8 +155,8 @@ async def test_layouts_are_kept_apart(tmp_path: Path) -> None:
         assert (await other.load(key_of("a"), TOKENS)).num_tokens == 0
 
 
-async def test_a_gone_engine_releases_its_leases(tmp_path: Path) -> None:
-    """An engine that leaves in the middle of a load has ended it; a store stays while it lives."""
+async def test_a_detached_engine_releases_its_leases(tmp_path: Path) -> None:
+    """An engine that detaches during a load has ended it; a store stays while the process lives."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as stays,
@@ -177,7 +177,7 @@ async def _leases(kvd: KvdProcess) -> int:
 
 
 async def test_a_cancelled_prepare_leaves_no_lease(tmp_path: Path) -> None:
-    """A caller that gives up while kvd answers gets its lease given back."""
+    """If the caller gives up while kvd answers, the lease is given back."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -207,8 +207,8 @@ async def test_discard_drops_tokens_and_keeps_the_rest(tmp_path: Path) -> None:
     assert grant.end_token == 34
 
 
-async def test_queue_end_and_session_facts_reach_kvd(tmp_path: Path) -> None:
-    """The queue snapshot, the end of a session and its facts are seen where operators look."""
+async def test_queues_ends_and_session_facts_reach_kvd(tmp_path: Path) -> None:
+    """The queue snapshot, the end of a session and its facts are visible to operators."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -216,7 +216,7 @@ async def test_queue_end_and_session_facts_reach_kvd(tmp_path: Path) -> None:
         await engine.store(key_of("a"), TOKENS)
         for number, name in enumerate("ab"):
             engine.queue.on_wait((0, 0.0, number), key_of(name), 50)
-        await eventually(lambda: _queued(kvd), 2)
+        await eventually(lambda: _queue_jobs(kvd), 2)
         await engine.client.end_session(key_of("a"))
         info = await engine.client.get_session(key_of("a"))
         with pytest.raises(NotFoundError):
@@ -225,11 +225,11 @@ async def test_queue_end_and_session_facts_reach_kvd(tmp_path: Path) -> None:
     assert info.num_tokens == 50
 
 
-async def _queued(kvd: KvdProcess) -> int:
+async def _queue_jobs(kvd: KvdProcess) -> int:
     return (await reader_stats(kvd)).engines[0].queue_jobs
 
 
-async def test_a_layout_that_cannot_be_is_refused(tmp_path: Path) -> None:
+async def test_an_impossible_layout_is_refused(tmp_path: Path) -> None:
     """Attach checks the layout: the peer's own fingerprint must be the one that kvd computes."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -242,7 +242,7 @@ async def test_a_layout_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_arena_too_small_is_said_so(tmp_path: Path) -> None:
+async def test_an_arena_that_is_too_small_is_refused(tmp_path: Path) -> None:
     """A DRAM tier that holds less than two blocks is refused with the setting to raise."""
     layout = small_layout(num_layers=32)
     async with running_kvd(tmp_path, "--dram", "128KB") as kvd:
@@ -265,7 +265,7 @@ async def test_wrong_token_bytes_are_refused(tmp_path: Path) -> None:
 
 
 async def test_draining_is_announced(tmp_path: Path) -> None:
-    """SIGTERM tells engines first: they detach, the exit code is 0, and nothing new is granted."""
+    """SIGTERM is announced to engines: they detach, no lease is granted, the exit code is 0."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -281,7 +281,7 @@ async def test_draining_is_announced(tmp_path: Path) -> None:
 
 
 async def test_health_and_reflection_on_every_socket(tmp_path: Path) -> None:
-    """Each socket says that it serves, and which services."""
+    """Each socket reports its health and its services."""
     expected = {
         "engine.sock": {"kvd.v1.Engine"},
         "operator.sock": {"kvd.v1.Operator", "kvd.v1.Reader"},
@@ -317,7 +317,7 @@ async def test_sockets_are_for_owner_and_group(tmp_path: Path) -> None:
 
 
 async def test_write_through_reaches_ssd(tmp_path: Path) -> None:
-    """Without any eviction everything stored is soon on SSD as well."""
+    """Without any eviction everything stored is on SSD soon as well."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -329,7 +329,7 @@ async def test_write_through_reaches_ssd(tmp_path: Path) -> None:
 
 
 async def test_events_are_streamed(tmp_path: Path) -> None:
-    """A watcher hears of a stored session."""
+    """A watcher receives the event of a stored session."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,

@@ -1,4 +1,4 @@
-"""A running kvd takes other settings: by signal and by command, all at once or not at all."""
+"""A running kvd takes new settings, by signal and by command: all at once or none."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ OTHERS = list(range(500, 550))
 
 @asynccontextmanager
 async def _kvd(tmp_path: Path, text: str) -> AsyncIterator[KvdProcess]:
-    """A kvd with a settings file, which tests change."""
+    """Run a kvd with a settings file that tests change."""
     (tmp_path / "kvd.toml").write_text(text)
     kvd = KvdProcess(tmp_path, (*SIZES, "--config", str(tmp_path / "kvd.toml")))
     await kvd.start()
@@ -37,7 +37,7 @@ async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
 
 
 async def _reload(kvd: KvdProcess, text: str) -> tuple[list[str], list[str]]:
-    """Change the file and reload: what was applied, and what waits."""
+    """Change the file and reload; return the applied and the waiting keys."""
     (kvd.log_path.parent / "kvd.toml").write_text(text)
     code, said = await _cli(kvd, "config", "reload", "--json")
     assert code == 0, said
@@ -45,8 +45,8 @@ async def _reload(kvd: KvdProcess, text: str) -> tuple[list[str], list[str]]:
     return answer["applied"], answer["needs_restart"]
 
 
-async def test_sessions_follow_new_settings(tmp_path: Path) -> None:
-    """TTLs, quotas and their number hold at once for what is stored; other keys wait."""
+async def test_new_settings_apply_to_stored_sessions(tmp_path: Path) -> None:
+    """TTLs, quotas and the number of sessions apply at once; other keys wait for a restart."""
     async with (
         _kvd(tmp_path, '[sessions]\ndefault_ttl = "1h"\n') as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -69,13 +69,13 @@ async def test_sessions_follow_new_settings(tmp_path: Path) -> None:
             ["sessions.max_sessions", "tenants.default.ttl", "tenants.default.quota"],
             [],
         )
-        assert await engine.store(key_of("d"), OTHERS) == 0  # four blocks are too many
+        assert await engine.store(key_of("d"), OTHERS) == 0  # four blocks exceed the quota
         await _reload(kvd, "")
         assert await engine.store(key_of("d"), OTHERS) == 50
 
 
-async def test_retentions_follow_new_settings(tmp_path: Path) -> None:
-    """What a client was granted is cut to a new bound; a tenant's own one comes before it."""
+async def test_retentions_follow_a_new_bound(tmp_path: Path) -> None:
+    """A granted retention is cut to the new bound; a tenant's own bound has precedence."""
     async with (
         _kvd(tmp_path, '[tenants.default]\nmax_retention = "2h"\n') as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -101,7 +101,7 @@ async def _names(kvd: KvdProcess) -> list[str]:
 
 
 async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
-    """The command fails with every problem in one line; what was in force stays."""
+    """The command fails with every problem in one line; the present settings stay in force."""
     async with _kvd(tmp_path, '[sessions]\ndefault_ttl = "1h"\n') as kvd:
         before = await _cli(kvd, "config", "show", "--running")
         bad = '[sessions]\ndefault_ttl = "2h"\nmax_sesions = 3\n[limits]\ndrain = "soon"\n'
@@ -117,8 +117,11 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
         assert code == 2
 
 
-async def test_what_is_in_force_is_shown(tmp_path: Path) -> None:
-    """Value, where from, and whether a reload changes it; of secrets only that they are there."""
+async def test_settings_in_force_are_shown(tmp_path: Path) -> None:
+    """Each has its value, its source, and whether a reload changes it.
+
+    Secrets show only presence.
+    """
     token = new_token()
     digest = token_digest(token)
     text = f'[clients.ops]\ntoken_sha256 = ["{digest}"]\ntenants = ["*"]\n'
@@ -139,7 +142,7 @@ async def test_what_is_in_force_is_shown(tmp_path: Path) -> None:
 
 
 async def test_a_signal_reloads(tmp_path: Path) -> None:
-    """SIGHUP does the same; the log tells what came of it, and systemd when it is over."""
+    """SIGHUP does the same; the log has the result, and systemd is notified of the end."""
     (tmp_path / "kvd.toml").write_text("")
     kvd = KvdProcess(tmp_path, (*SIZES, "--config", str(tmp_path / "kvd.toml")))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
@@ -148,15 +151,15 @@ async def test_a_signal_reloads(tmp_path: Path) -> None:
         kvd._environment["NOTIFY_SOCKET"] = str(tmp_path / "notify")
         await kvd.start()
         try:
-            assert await _told(supervisor) == ["READY=1"]
+            assert await _next_notification(supervisor) == ["READY=1"]
             (tmp_path / "kvd.toml").write_text('[limits]\ndrain = "3s"\n')
             await _hang_up(kvd, "settings_reloaded")
-            assert await _told(supervisor) == ["RELOADING=1"]
-            assert await _told(supervisor) == ["READY=1"]
+            assert await _next_notification(supervisor) == ["RELOADING=1"]
+            assert await _next_notification(supervisor) == ["READY=1"]
             (tmp_path / "kvd.toml").write_text("[limits")
             await _hang_up(kvd, "settings_not_reloaded")
-            assert await _told(supervisor) == ["RELOADING=1"]
-            assert await _told(supervisor) == ["READY=1"]
+            assert await _next_notification(supervisor) == ["RELOADING=1"]
+            assert await _next_notification(supervisor) == ["READY=1"]
             _, said = await _cli(kvd, "config", "show", "--running", "--json")
             assert json.loads(said)["limits.drain"]["value"] == 3.0
         finally:
@@ -195,8 +198,8 @@ async def _pipe_to_reader(path: Path) -> int:
             await asyncio.sleep(0.01)
 
 
-async def _told(supervisor: socket.socket) -> list[str]:
-    """The next thing that systemd is told, but for signs of life; the time of it is checked."""
+async def _next_notification(supervisor: socket.socket) -> list[str]:
+    """Return the next notification of systemd but for watchdog ones; check its time."""
     while True:
         async with asyncio.timeout(30):
             message = await asyncio.get_running_loop().sock_recv(supervisor, 4096)
@@ -208,7 +211,7 @@ async def _told(supervisor: socket.socket) -> list[str]:
 
 
 async def _hang_up(kvd: KvdProcess, event: str) -> None:
-    """Send SIGHUP and wait for what the log says of it."""
+    """Send SIGHUP and wait for the log's line about it."""
     assert kvd._process is not None
     kvd._process.send_signal(signal.SIGHUP)
 

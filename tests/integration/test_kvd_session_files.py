@@ -1,4 +1,4 @@
-"""kvd export and kvd import against real daemons: what comes out goes in elsewhere, or nothing."""
+"""kvd export and kvd import against real daemons: sessions move completely or not at all."""
 
 import asyncio
 import json
@@ -27,12 +27,12 @@ SIZES = ("--dram", "1MB", "--ssd", "4MB")
 
 
 async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
-    """Exit code, and what was said, on whichever stream."""
+    """Return the exit code, and the output of either stream."""
     code, stdout, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
     return code, stdout + stderr
 
 
-async def _stored(kvd: KvdProcess) -> dict[str, int]:
+async def _stored_sessions(kvd: KvdProcess) -> dict[str, int]:
     return {i.session.session_id: i.num_tokens for i in await sessions_of(kvd)}
 
 
@@ -40,18 +40,18 @@ def _hidden_files(directory: Path) -> list[Path]:
     return list(directory.glob(".*"))
 
 
-async def _exported(kvd: KvdProcess, engine: SyntheticEngine, file: Path) -> bytes:
-    """A session's file."""
+async def _export(kvd: KvdProcess, engine: SyntheticEngine, file: Path) -> bytes:
+    """Export a session; return its file."""
     await engine.store(key_of("a"), TOKENS)
     assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
     return await asyncio.to_thread(file.read_bytes)
 
 
 async def test_a_session_moves_to_another_kvd(tmp_path: Path) -> None:
-    """What one kvd exports another one serves, byte for byte, in the order of its tokens."""
+    """An imported session is served byte for byte, in the order of its tokens."""
     file = tmp_path / "a.kvd"
     async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
-        await _exported(kvd, one, file)
+        await _export(kvd, one, file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         remedy = "give another file, or add --force to overwrite it"
         answer = await _cli(kvd, "export", "a", str(file))
@@ -63,15 +63,15 @@ async def test_a_session_moves_to_another_kvd(tmp_path: Path) -> None:
         async with attached_engine(kvd.runtime_dir) as two:
             assert (await _cli(kvd, "import", str(file)))[0] == 0
             loaded = await two.load(key_of("a"), TOKENS)
-            assert (loaded.num_tokens, await _stored(kvd)) == (1050, {"a": 1050})
-            # It goes on where it ended, and forks share what it has.
+            assert (loaded.num_tokens, await _stored_sessions(kvd)) == (1050, {"a": 1050})
+            # It continues where it ended, and forks share its blocks.
             await two.store(key_of("a"), [*TOKENS, *range(40)])
             fork = await two.load(key_of("fork"), [*TOKENS[:64], 7])
             assert fork.num_tokens == 64
 
 
-async def test_without_an_engine_from_ssd_and_into_it(tmp_path: Path) -> None:
-    """No engine is needed: a restarted kvd exports from SSD what an engine finds elsewhere."""
+async def test_export_and_import_without_an_engine(tmp_path: Path) -> None:
+    """A restarted kvd exports from SSD, and imports to SSD, without an engine."""
     file = tmp_path / "a.kvd"
     kvd = KvdProcess(tmp_path / "1", SIZES, keep="none")
     await kvd.start()
@@ -96,7 +96,7 @@ async def _dirty_bytes(kvd: KvdProcess) -> int:
 
 
 async def test_a_session_larger_than_dram(tmp_path: Path) -> None:
-    """It goes through a small DRAM tier, in and out, and is whole at the end."""
+    """It passes through a small DRAM tier, in both directions, and is complete at the end."""
     tokens = list(range(4000))  # 250 blocks of 8 KiB
     file = tmp_path / "a.kvd"
     sizes = ("--dram", "256KB", "--ssd", "8MB")
@@ -109,16 +109,16 @@ async def test_a_session_larger_than_dram(tmp_path: Path) -> None:
         assert (await two.load(key_of("a"), tokens)).num_tokens == 4000
 
 
-async def test_under_another_name_and_in_place_of_one(tmp_path: Path) -> None:
-    """An existing session stays unless it is to be replaced; name and tenant may be others."""
+async def test_import_under_another_name_and_over_a_session(tmp_path: Path) -> None:
+    """An existing session stays unless it is to be replaced; name and tenant may be changed."""
     file = tmp_path / "a.kvd"
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
-        await _exported(kvd, engine, file)
+        await _export(kvd, engine, file)
         other = [*range(20), *TOKENS]
         await _cli(kvd, "flush", "a", "--yes")
         await engine.store(key_of("a"), other)
         code, said = await _cli(kvd, "import", str(file))
-        assert (code, "--replace" in said, await _stored(kvd)) == (5, True, {"a": 1070})
+        assert (code, "--replace" in said, await _stored_sessions(kvd)) == (5, True, {"a": 1070})
         assert (await _cli(kvd, "import", str(file), "--session", "b"))[0] == 0
         assert (await _cli(kvd, "import", str(file), "--tenant", "acme"))[0] == 0
         assert (await _cli(kvd, "import", str(file), "--replace"))[0] == 0
@@ -129,11 +129,11 @@ async def test_under_another_name_and_in_place_of_one(tmp_path: Path) -> None:
         assert len(await sessions_of(kvd)) == 3
 
 
-async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
-    """Cut short, flipped, longer, of another version or none at all: one line, and no session."""
+async def test_a_damaged_file_imports_nothing(tmp_path: Path) -> None:
+    """Cut, flipped, longer, of another version or no file at all: one line, and no session."""
     file = tmp_path / "a.kvd"
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
-        good = await _exported(kvd, engine, file)
+        good = await _export(kvd, engine, file)
         await _cli(kvd, "flush", "a", "--yes")
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
@@ -152,7 +152,7 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
             code, said = await _cli(kvd, "import", str(file))
             assert (code, what in said) == (2, True), said
             assert re.fullmatch(r"kvd: .*\n", said)
-        assert await _stored(kvd) == {}
+        assert await _stored_sessions(kvd) == {}
         file.write_bytes(good)
         file.chmod(0)
         if os.geteuid():
@@ -166,7 +166,7 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_file_of_another_model(tmp_path: Path) -> None:
-    """Rows of other models, and of other shapes, are refused by name, before any has come."""
+    """Rows of other models and shapes are refused by name, before any row is sent."""
     file = tmp_path / "a.kvd"
     async with (
         running_kvd(tmp_path / "1", *SIZES) as kvd,
@@ -185,7 +185,7 @@ async def test_a_file_of_another_model(tmp_path: Path) -> None:
 
 
 async def _refusal(kvd: KvdProcess, beginning: bytes) -> str:
-    """What an import is told that is under way: its file has only begun."""
+    """Return the error of an import whose file is not complete yet."""
     async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
         call = kvd_pb2_grpc.OperatorStub(channel).ImportSession(timeout=20)
         await call.write(kvd_pb2.ImportSessionRequest(target=kvd_pb2.ImportTarget()))
@@ -195,22 +195,22 @@ async def _refusal(kvd: KvdProcess, beginning: bytes) -> str:
     return str(refused.value.details())
 
 
-async def test_no_room(tmp_path: Path) -> None:
-    """A session that does not fit leaves nothing behind, and says what to enlarge."""
+async def test_an_import_without_room_leaves_nothing(tmp_path: Path) -> None:
+    """The error says which setting to raise."""
     file = tmp_path / "a.kvd"
     async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
-        await _exported(kvd, one, file)
+        await _export(kvd, one, file)
     sizes = ("--dram", "128KB", "--ssd", "0")
     async with running_kvd(tmp_path / "2", *sizes) as kvd, attached_engine(kvd.runtime_dir) as two:
         await two.store(key_of("old"), TOKENS[:64])
         code, said = await _cli(kvd, "import", str(file))
         assert (code, "tiers" in said) == (6, True), said
-        assert "a" not in await _stored(kvd)
-        assert not [name for name in await _stored(kvd) if name.startswith("import-")]
+        assert "a" not in await _stored_sessions(kvd)
+        assert not [name for name in await _stored_sessions(kvd) if name.startswith("import-")]
 
 
 async def test_a_truncated_session(tmp_path: Path) -> None:
-    """What comes behind a discard goes along with its lineage, and is found by nobody else."""
+    """Tokens behind a discard move with their lineage, and are found only with it."""
     file = tmp_path / "a.kvd"
     lineage = WHOLE.after(encode(TOKENS), [(8, 500)])
     left = [*TOKENS[:8], *TOKENS[500:]]
@@ -228,7 +228,7 @@ async def test_a_truncated_session(tmp_path: Path) -> None:
 
 
 async def test_discards_that_a_restarted_kvd_does_not_know(tmp_path: Path) -> None:
-    """What follows them is not exported unless an engine has named them again; --prefix cuts."""
+    """What follows them is not exported unless an engine names them again; --prefix cuts there."""
     kvd = KvdProcess(tmp_path, SIZES)
     left = [*TOKENS[:80], *TOKENS[500:]]
     lineage = WHOLE.after(encode(TOKENS), [(80, 500)])
@@ -257,13 +257,13 @@ async def test_discards_that_a_restarted_kvd_does_not_know(tmp_path: Path) -> No
         await kvd.stop()
 
 
-async def test_without_a_stream_the_same_comes_in_messages(tmp_path: Path) -> None:
-    """Callers elsewhere have none, nor has an older kvd: the files are the same, both ways."""
+async def test_frames_can_travel_as_messages(tmp_path: Path) -> None:
+    """Remote callers and older kvds have no stream; the files are the same, both ways."""
     streamed, sent = tmp_path / "streamed", tmp_path / "sent"
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
-        await _exported(kvd, engine, streamed)
+        await _export(kvd, engine, streamed)
         await asyncio.to_thread((kvd.runtime_dir / FILES_SOCKET).unlink)
-        await _exported(kvd, engine, sent)
+        await _export(kvd, engine, sent)
         one, two = await asyncio.gather(*(asyncio.to_thread(_rows, f) for f in (streamed, sent)))
         assert one == two
         await _cli(kvd, "flush", "a", "--yes")
@@ -272,13 +272,13 @@ async def test_without_a_stream_the_same_comes_in_messages(tmp_path: Path) -> No
 
 
 def _rows(file: Path) -> list[tuple[int, bytes, bytes]]:
-    """What a file has but for when it was written."""
+    """Return the contents of a file but for its time."""
     frames = FileReader().feed(file.read_bytes())
     return [(frame.token_offset, frame.token_ids, bytes(frame.rows)) for frame in frames]
 
 
-async def test_who_leaves_an_export_holds_nothing(tmp_path: Path) -> None:
-    """No lease, no place among the transfers, however often: the stream ends with its caller."""
+async def test_a_caller_that_leaves_an_export_holds_nothing(tmp_path: Path) -> None:
+    """It holds no lease and no transfer, however often: the stream ends with its caller."""
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
         await engine.store(key_of("a"), TOKENS)
         for _ in range(MOST_TRANSFERS + 1):
@@ -302,10 +302,10 @@ async def _leases(kvd: KvdProcess) -> int:
 
 
 @pytest.mark.parametrize("change", ["damaged", "short"])
-async def test_what_kvd_refuses_in_the_middle_ends_the_stream(tmp_path: Path, change: str) -> None:
-    """The caller that goes on sending is told what was wrong."""
+async def test_a_refusal_in_the_middle_ends_the_stream(tmp_path: Path, change: str) -> None:
+    """A caller that keeps sending learns what was wrong."""
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
-        good = await _exported(kvd, engine, tmp_path / "a.kvd")
+        good = await _export(kvd, engine, tmp_path / "a.kvd")
         await _cli(kvd, "flush", "a", "--yes")
         bad = bytearray(good)
         bad[len(bad) // 4] ^= 1
@@ -314,7 +314,7 @@ async def test_what_kvd_refuses_in_the_middle_ends_the_stream(tmp_path: Path, ch
             InvalidInputError, match="damaged" if change == "damaged" else "incomplete"
         ):
             await asyncio.to_thread(_import, kvd, pieces)
-        assert await _stored(kvd) == {}
+        assert await _stored_sessions(kvd) == {}
 
 
 def _import(kvd: KvdProcess, pieces: list[bytearray]) -> None:
@@ -322,21 +322,21 @@ def _import(kvd: KvdProcess, pieces: list[bytearray]) -> None:
         client.import_session(kvd_pb2.ImportTarget(), iter(pieces))
 
 
-async def test_an_import_that_breaks_off(tmp_path: Path) -> None:
-    """Whoever goes in the middle of a file leaves no session, no lease and no slot."""
+async def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
+    """A caller that disconnects in the middle of a file leaves no session, no lease and no slot."""
     file = tmp_path / "a.kvd"
     async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
-        good = await _exported(kvd, engine, file)
+        good = await _export(kvd, engine, file)
         await _cli(kvd, "flush", "a", "--yes")
         await asyncio.to_thread(_break_off, kvd, good)
-        await eventually(lambda: _stored(kvd), {})
+        await eventually(lambda: _stored_sessions(kvd), {})
         (layout,) = (await reader_stats(kvd)).layouts
         assert (layout.leases, layout.tiers[0].used_bytes) == (0, 0)
         assert (await _cli(kvd, "import", str(file)))[0] == 0
 
 
 def _break_off(kvd: KvdProcess, good: bytes) -> None:
-    """Send most of a file, and hang up."""
+    """Send most of a file, and disconnect."""
 
     def requests():
         yield kvd_pb2.ImportSessionRequest(target=kvd_pb2.ImportTarget())
@@ -352,8 +352,8 @@ def _break_off(kvd: KvdProcess, good: bytes) -> None:
         raise AssertionError("it was taken for whole")
 
 
-def test_the_format_is_the_documented_one() -> None:
-    """The versions in the documentation are those of the code."""
+def test_the_documented_format_is_current() -> None:
+    """The documentation has the versions of the code."""
     text = Path("kvd/FORMATS.md").read_text(encoding="utf-8")
     versions = f"{file_format.VERSION} to {file_format.VERSION_WITH_WINDOWS}"
     assert f"## Session files (versions {versions})" in text

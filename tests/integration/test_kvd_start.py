@@ -1,4 +1,4 @@
-"""Starts that must be refused: one line with the remedy, exit code 78, nothing left behind."""
+"""Starts that must be refused: one line with the remedy, exit code 78, no files left behind."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import pytest
 from tests.processes import KvdProcess, running_kvd
 
 
-async def _refused(kvd: KvdProcess) -> str:
+async def _start_refused(kvd: KvdProcess) -> str:
     """Start, expect exit code 78, and return the last line of the log."""
     await kvd.spawn()
     assert await kvd.exit_code() == 78, kvd.log()
@@ -18,11 +18,11 @@ async def _refused(kvd: KvdProcess) -> str:
 
 
 async def test_runtime_directory_in_use(tmp_path: Path) -> None:
-    """A second kvd on the same sockets is refused, and the first one goes on."""
+    """A second kvd on the same sockets is refused, and the first one continues."""
     async with running_kvd(tmp_path / "a", "--dram", "1MB") as first:
         second = KvdProcess(tmp_path / "b")
         second.runtime_dir = first.runtime_dir
-        line = await _refused(second)
+        line = await _start_refused(second)
         assert "another kvd uses the runtime directory" in line
         assert "--runtime-dir" in line
         assert await first.stop() == 0
@@ -33,13 +33,13 @@ async def test_state_directory_in_use(tmp_path: Path) -> None:
     async with running_kvd(tmp_path / "a", "--dram", "1MB") as first:
         second = KvdProcess(tmp_path / "b")
         second.state_dir = first.state_dir
-        line = await _refused(second)
+        line = await _start_refused(second)
     assert "another kvd uses the state directory" in line
     assert "--state-dir" in line
 
 
 async def test_stale_sockets_are_replaced(tmp_path: Path) -> None:
-    """Sockets that a killed kvd has left behind do not hinder the next one."""
+    """Sockets that a killed kvd has left do not prevent the next start."""
     kvd = KvdProcess(tmp_path, ("--dram", "1MB"))
     await kvd.start()
     await kvd.kill()
@@ -50,27 +50,27 @@ async def test_stale_sockets_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["runtime_dir", "state_dir"])
 async def test_directory_that_cannot_be_made(tmp_path: Path, which: str) -> None:
-    """A directory below a file cannot be made, and the line says which option names another."""
+    """A directory cannot be made below a file; the line names the option for another one."""
     (tmp_path / "file").write_text("")
     kvd = KvdProcess(tmp_path)
     setattr(kvd, which, tmp_path / "file" / "below")
-    line = await _refused(kvd)
+    line = await _start_refused(kvd)
     assert f"--{which.replace('_', '-')}" in line
 
 
-async def test_directory_others_may_write_to(tmp_path: Path) -> None:
-    """A world-writable directory is no place for sockets: anybody could put theirs there."""
+async def test_directory_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    """Any user could replace the sockets in a world-writable directory."""
     kvd = KvdProcess(tmp_path)
     kvd.runtime_dir.mkdir()
     kvd.runtime_dir.chmod(0o777)
-    assert "other users may write" in await _refused(kvd)
+    assert "other users may write" in await _start_refused(kvd)
 
 
 async def test_path_too_long_for_a_socket(tmp_path: Path) -> None:
-    """The kernel's limit on socket paths is named before anything is made."""
+    """The kernel's limit on socket paths is named before any file is made."""
     kvd = KvdProcess(tmp_path)
     kvd.runtime_dir = tmp_path / ("x" * 120)
-    assert "at most 107 are possible" in await _refused(kvd)
+    assert "at most 107 are possible" in await _start_refused(kvd)
     assert not kvd.runtime_dir.exists()
 
 
@@ -78,7 +78,7 @@ async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
     """All problems are listed at once, with key, value and what is accepted."""
     config = tmp_path / "kvd.toml"
     config.write_text('[dram]\nbytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nio_threads = 0\n')
-    line = await _refused(KvdProcess(tmp_path, ("--config", str(config))))
+    line = await _start_refused(KvdProcess(tmp_path, ("--config", str(config))))
     for part in ("dram.bytes", "lots", "evictoin.policy", "eviction.policy?", "ssd.io_threads"):
         assert part in line
 
@@ -86,10 +86,12 @@ async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
 async def test_missing_and_malformed_config(tmp_path: Path) -> None:
     """A settings file that is not there, or not valid TOML, is named."""
     missing = tmp_path / "no.toml"
-    assert str(missing) in await _refused(KvdProcess(tmp_path, ("--config", str(missing))))
+    assert str(missing) in await _start_refused(KvdProcess(tmp_path, ("--config", str(missing))))
     malformed = tmp_path / "bad.toml"
     malformed.write_text("[dram\n")
-    assert "not valid TOML" in await _refused(KvdProcess(tmp_path, ("--config", str(malformed))))
+    assert "not valid TOML" in await _start_refused(
+        KvdProcess(tmp_path, ("--config", str(malformed)))
+    )
 
 
 async def test_state_of_a_newer_release(tmp_path: Path) -> None:
@@ -98,23 +100,25 @@ async def test_state_of_a_newer_release(tmp_path: Path) -> None:
     kvd.state_dir.mkdir(mode=0o700)
     with sqlite3.connect(kvd.state_dir / "manifest.db") as db:
         db.execute("PRAGMA user_version = 99")
-    assert "schema 99" in await _refused(kvd)
+    assert "schema 99" in await _start_refused(kvd)
 
 
 async def test_port_in_use(tmp_path: Path) -> None:
-    """A TCP port that somebody has is named."""
+    """A TCP port in use is named."""
     config = tmp_path / "kvd.toml"
     config.write_text(f'[clients.ops]\ntoken_sha256 = ["{"0" * 64}"]\ntenants = ["*"]\n')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        line = await _refused(KvdProcess(tmp_path, ("--config", str(config), "--tcp", address)))
+        line = await _start_refused(
+            KvdProcess(tmp_path, ("--config", str(config), "--tcp", address))
+        )
     assert f"cannot listen on {address}" in line
 
 
 async def test_an_unguarded_port_is_refused(tmp_path: Path) -> None:
-    """Without a client that could come no port is opened, not even a local one."""
+    """No port is opened unless a client is allowed there, not even a local one."""
     for host in ("0.0.0.0", "127.0.0.1"):  # noqa: S104
-        line = await _refused(KvdProcess(tmp_path, ("--tcp", f"{host}:47392")))
+        line = await _start_refused(KvdProcess(tmp_path, ("--tcp", f"{host}:47392")))
         assert f"anybody could connect to {host}:47392" in line
         assert "[clients.NAME]" in line
 
@@ -125,4 +129,4 @@ async def test_unwritable_directory(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     kvd = KvdProcess(tmp_path)
     kvd.state_dir = tmp_path / "closed"
-    assert "--state-dir" in await _refused(kvd)
+    assert "--state-dir" in await _start_refused(kvd)

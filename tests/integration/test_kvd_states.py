@@ -16,7 +16,10 @@ assert LAYOUT.state_slots == 3
 
 
 async def test_a_state_is_stored_and_loaded(tmp_path: Path) -> None:
-    """At any position, by any session with these tokens, and nothing without one."""
+    """It can be loaded at any position, by any session with these tokens.
+
+    Nothing without a state.
+    """
     kvd_of = running_kvd(tmp_path, *SIZES)
     async with kvd_of as kvd, attached_engine(kvd.runtime_dir, LAYOUT) as engine:
         assert await engine.store(key_of("a"), TOKENS, states=[20, 50]) == 50
@@ -32,7 +35,7 @@ async def test_a_state_is_stored_and_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_states_come_back_from_ssd(tmp_path: Path, is_encrypted: bool) -> None:
-    """A kvd that has restarted without its memory, with and without keys; layer by layer, too."""
+    """They survive a restart without memory, with and without keys, and load layer by layer."""
     key_file = tmp_path / "key"
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
@@ -54,7 +57,7 @@ async def test_states_come_back_from_ssd(tmp_path: Path, is_encrypted: bool) -> 
 
 
 async def test_states_are_adopted_with_the_memory(tmp_path: Path) -> None:
-    """A kvd that was killed leaves them in its arena; without SSD there is nothing else."""
+    """A killed kvd leaves them in its arena; there is no SSD here."""
     kvd = KvdProcess(tmp_path, ("--dram", "1MB", "--ssd", "0"))
     await kvd.start()
     try:
@@ -77,7 +80,7 @@ async def _cli(kvd: KvdProcess, *arguments: str) -> str:
 
 @pytest.mark.parametrize("num_layers", [0, 2])
 async def test_a_session_file_has_the_newest_state(tmp_path: Path, num_layers: int) -> None:
-    """Another kvd serves it, byte for byte; `kvd show` lists states of both."""
+    """Another kvd serves it, byte for byte; `kvd show` lists the states of both."""
     layout, file = layout_with_states(num_layers), str(tmp_path / "a.kvd")
     sizes = ("--dram", "16MB", "--ssd", "32MB")
     async with (
@@ -97,8 +100,8 @@ async def test_a_session_file_has_the_newest_state(tmp_path: Path, num_layers: i
         assert "49" in await _cli(kvd, "show", "a")
 
 
-async def test_a_model_that_is_only_recurrent(tmp_path: Path) -> None:
-    """Blocks of tokens have no bytes, and states all of theirs; from SSD as well."""
+async def test_a_purely_recurrent_model(tmp_path: Path) -> None:
+    """Blocks of tokens are empty, and states have all bytes; they are loaded from SSD as well."""
     layout = layout_with_states(num_layers=0)
     assert (layout.block_bytes, layout.state_slots) == (1 << 20, 2)
     kvd = KvdProcess(tmp_path, ("--dram", "16MB", "--ssd", "32MB"), keep="none")

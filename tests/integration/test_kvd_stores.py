@@ -38,7 +38,7 @@ async def _code(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
 
 
 async def _status(kvd: KvdProcess) -> tuple[int, bool | None]:
-    """What `kvd remote status` says: its exit code, and whether the store answers."""
+    """Return the exit code of `kvd remote status`, and whether it says that the store answers."""
     code, stdout, _ = await run_cli(
         *("remote", "status", "--json"), "--runtime-dir", str(kvd.runtime_dir)
     )
@@ -47,7 +47,7 @@ async def _status(kvd: KvdProcess) -> tuple[int, bool | None]:
 
 @asynccontextmanager
 async def _following(kvd: KvdProcess):
-    """`kvd remote follow` beside a kvd."""
+    """Run `kvd remote follow` beside a kvd."""
     following = Following(kvd)
     following.start()
     try:
@@ -57,7 +57,7 @@ async def _following(kvd: KvdProcess):
 
 
 async def test_a_session_moves_by_commands(tmp_path: Path, server) -> None:
-    """Pushed, listed, pulled, removed and swept; a server that is away is said to be."""
+    """It is pushed, listed, pulled, removed and swept; an unreachable server is reported."""
     url = server.url
     async with (
         running_kvd(tmp_path / "1", *SIZES) as one,
@@ -86,7 +86,7 @@ async def test_a_session_moves_by_commands(tmp_path: Path, server) -> None:
 
 
 async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
-    """It follows its turns to the store, and to the next server when its own is dead."""
+    """It is pushed after its turns, and the next server gets it when its own is dead."""
     settings = remote_settings(server.url)
     async with (
         AsyncExitStack() as first,
@@ -111,8 +111,8 @@ async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
 @pytest.mark.parametrize(
     "server", ["s3", pytest.param("mooncake", marks=pytest.mark.long)], indirect=True
 )
-async def test_a_store_whose_server_goes_and_comes_back(tmp_path: Path, server) -> None:
-    """Turns notice nothing; what was stored meanwhile is there then, and what it has lost, too."""
+async def test_a_store_server_that_goes_and_comes_back(tmp_path: Path, server) -> None:
+    """Turns are not affected; afterwards the store gets new sessions, and those it has lost."""
     environ = remote_settings(server.url)
     async with (
         running_kvd(tmp_path, *SIZES, environ=environ) as kvd,

@@ -1,4 +1,4 @@
-"""`kvd verify` against a real daemon: what it finds and repairs, and that it is one at a time."""
+"""`kvd verify` against a real daemon: its findings, its repairs, and that only one may run."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def _verify(kvd: KvdProcess, *flags: str) -> tuple[int, dict[str, Any], st
 async def _filled_kvd(
     directory: Path, *flags: str, num_sessions: int = 4, keep: str = "file"
 ) -> AsyncIterator[tuple[KvdProcess, SyntheticEngine]]:
-    """A kvd with sessions of four blocks each, in both tiers, and the engine that stored them."""
+    """Run a kvd with sessions of four blocks, in both tiers, and the engine that stored them."""
     async with (
         running_kvd(directory, "--dram", "1MB", "--ssd", "16MB", *flags, keep=keep) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -88,21 +88,21 @@ async def test_corrupt_copies_are_found_and_written_again(tmp_path: Path) -> Non
 
 
 async def test_blocks_without_a_good_copy_are_dropped(tmp_path: Path) -> None:
-    """What is corrupt on SSD and not in DRAM is lost, exit 1; its session is a miss."""
+    """A block that is corrupt on SSD and not in DRAM is lost, exit 1; its session is a miss."""
     async with _filled_kvd(tmp_path, keep="none") as (kvd, engine):
         await kvd.kill()
         _flip_volume(kvd)
         await kvd.start()
         code, report, stderr = await _verify(kvd, "--repair")
         assert (code, report["num_repaired"]) == (1, 0)
-        assert report["num_lost"] >= 4  # with a session's first block go those behind it
+        assert report["num_lost"] >= 4  # without its first block a session loses those behind it
         assert "no good copy" in stderr
         await engine.client.wait_attached(30)
         loads = [await engine.load(key_of(f"s{number}"), _tokens(number)) for number in range(4)]
         assert {loaded.num_tokens for loaded in loads} == {0}
 
 
-async def test_one_verification_at_a_time(tmp_path: Path) -> None:
+async def test_only_one_verification_runs_at_a_time(tmp_path: Path) -> None:
     """While one runs a second is refused, exit 6; it ends with its caller."""
     (tmp_path / "kvd.toml").write_text('[integrity]\nscrub_rate = "64KB"\n')
     flags = ("--config", str(tmp_path / "kvd.toml"))
@@ -123,8 +123,8 @@ async def test_one_verification_at_a_time(tmp_path: Path) -> None:
         await eventually(is_verifying, wanted=False)
 
 
-async def test_without_anything_stored(tmp_path: Path) -> None:
-    """A kvd that holds nothing passes at once."""
+async def test_an_empty_store_passes(tmp_path: Path) -> None:
+    """A kvd without sessions passes at once."""
     async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
         code, report, _ = await _verify(kvd)
     assert (code, report["done"], report["num_copies"]) == (0, True, 0)

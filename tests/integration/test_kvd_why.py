@@ -1,4 +1,4 @@
-"""`kvd why` against a real daemon: what it says of sessions that were missed."""
+"""`kvd why` against a real daemon: its reasons for missed sessions."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ async def why(kvd: KvdProcess, session: str) -> Any:
 
 
 async def test_sessions_that_were_missed(tmp_path: Path) -> None:
-    """Flushed, of other tokens, longer than what is stored; and those that missed nothing."""
+    """Flushed, with other tokens, longer than stored; and sessions that missed nothing."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
@@ -65,8 +65,8 @@ async def test_sessions_that_were_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "reason", ["evicted", "expired", "flushed", "discarded", "corrupt", "of_tomorrow"]
 )
-def test_what_helps(reason: str) -> None:
-    """For each reason there is something to do, and one of another release is shown."""
+def test_each_reason_has_a_remedy(reason: str) -> None:
+    """A reason of another release is shown as well."""
     missed = kvd_pb2.SessionMove(kind="missed", why=reason, num_tokens=9, age_s=5)
     found = explain_miss(kvd_pb2.DescribeSessionResponse(history=[missed]))
     assert (found.reason, found.missed_tokens) == (reason, 9)
@@ -74,8 +74,8 @@ def test_what_helps(reason: str) -> None:
     assert any("9 tokens" in text for _, text in found.lines())
 
 
-def test_how_it_left() -> None:
-    """Also when nobody asked for it since."""
+def test_the_reason_for_which_a_session_was_dropped() -> None:
+    """It is shown even if no load has asked for it since."""
     for kind in REMOVALS:
         gone = kvd_pb2.SessionMove(kind=kind.value, why="evicted", age_s=60)
         found = explain_miss(kvd_pb2.DescribeSessionResponse(history=[gone]))
@@ -83,8 +83,8 @@ def test_how_it_left() -> None:
         assert found.remedy
 
 
-async def test_tokens_that_were_discarded(tiny_model: Path, short_dir: Path) -> None:
-    """A fork from before the discard: its turn says so, and both commands that say why."""
+async def test_discarded_tokens_are_a_reason(tiny_model: Path, short_dir: Path) -> None:
+    """A fork from before the discard: its turn gives the reason, and so do both commands."""
     async with (
         running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
         InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,
@@ -104,7 +104,8 @@ async def test_tokens_that_were_discarded(tiny_model: Path, short_dir: Path) -> 
         told = await why(kvd, "before")
         explained_turn = await client.explain_miss("before")
     assert told["reason"] == "discarded"
-    assert told["missed_tokens"] >= fork.usage.recomputed_tokens  # its new ones were asked for, too
+    # its new tokens were requested, too
+    assert told["missed_tokens"] >= fork.usage.recomputed_tokens
     assert "discarded" in told["told"]
     assert "forks" in told["remedy"]
     assert explained_turn.miss.cause == "discarded"

@@ -18,7 +18,7 @@ assert (LAYOUT.window, LAYOUT.window_slots) == (20, 3)
 
 
 async def test_windows_are_stored_and_loaded(tmp_path: Path) -> None:
-    """For the ends that are named, by any session with these tokens, and nothing without them."""
+    """They exist for the named ends, for any session with these tokens; nothing without windows."""
     kvd_of = running_kvd(tmp_path, *SIZES)
     async with kvd_of as kvd, attached_engine(kvd.runtime_dir, LAYOUT) as engine:
         assert await engine.store(key_of("a"), TOKENS, states=[48, 98]) == 98
@@ -34,7 +34,7 @@ async def test_windows_are_stored_and_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_windows_come_back_from_ssd(tmp_path: Path, is_encrypted: bool) -> None:
-    """A kvd that has restarted without its memory, with and without keys; layer by layer, too."""
+    """They survive a restart without memory, with and without keys, and load layer by layer."""
     key_file = tmp_path / "key"
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
@@ -56,7 +56,7 @@ async def test_windows_come_back_from_ssd(tmp_path: Path, is_encrypted: bool) ->
 
 
 async def test_windows_are_adopted_with_the_memory(tmp_path: Path) -> None:
-    """A kvd that was killed leaves them in its arena; without SSD there is nothing else."""
+    """A killed kvd leaves them in its arena; there is no SSD here."""
     kvd = KvdProcess(tmp_path, ("--dram", "1MB", "--ssd", "0"))
     await kvd.start()
     try:
@@ -78,7 +78,7 @@ async def _cli(kvd: KvdProcess, *arguments: str) -> str:
 
 
 async def test_a_session_file_has_the_windows_for_its_end(tmp_path: Path) -> None:
-    """Another kvd serves it, byte for byte; `kvd show` says of which tokens there are any."""
+    """Another kvd serves it, byte for byte; `kvd show` lists the tokens that have windows."""
     file = str(tmp_path / "a.kvd")
     sizes = ("--dram", "16MB", "--ssd", "32MB")
     async with (
@@ -101,10 +101,10 @@ async def test_a_session_file_has_the_windows_for_its_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("named", "end"), [((80, 98), 93), ((64, 80), 64)])
-async def test_what_a_discard_has_left_is_imported_with_its_windows(
+async def test_a_truncated_session_is_imported_with_its_windows(
     tmp_path: Path, named: tuple[int, ...], end: int
 ) -> None:
-    """Blocks begin elsewhere there; loads end as near to the end as whole windows have come."""
+    """Its blocks begin elsewhere; loads end as near to the end as complete windows exist."""
     file = str(tmp_path / "a.kvd")
     sizes = ("--dram", "16MB", "--ssd", "32MB")
     kept = [*TOKENS[:16], *TOKENS[21:]]

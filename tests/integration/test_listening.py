@@ -1,4 +1,4 @@
-"""One service at several addresses: each has its own guard, and all serve the same."""
+"""One service at several addresses: each has its own authentication, and all serve the same."""
 
 import json
 
@@ -14,14 +14,14 @@ from tests.inference_processes import InferenceProcess
 SAMPLING = pb.Sampling(max_tokens=2)
 
 
-def logged(service, event):
-    """The lines of its log that say so."""
+def log_lines(service, event):
+    """Return the log's lines of the addresses."""
     lines = service.log_path.read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == event]
 
 
 async def test_sockets_and_a_port(tiny_model, short_dir):
-    """The sockets ask nothing, the port asks for a token; file and command line are told apart."""
+    """Sockets need no token, the port does; file and command line are distinguished."""
     token = make_token(None)
     path = short_dir / "inference-svc.toml"
     path.write_text(
@@ -32,7 +32,7 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
     flags = ("--config", str(path), "--listen", second, "--listen", "127.0.0.1:0")
     service = InferenceProcess(tiny_model, short_dir, short_dir / "no-kvd", flags)
     async with service:
-        (ready,) = logged(service, "ready")
+        (ready,) = log_lines(service, "ready")
         assert ready["listen"][:2] == [service.address, second]
         port = ready["listen"][2]
         assert not port.endswith(":0")
@@ -50,8 +50,8 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
             assert (await web.get_session("one", tenant="acme")).turns == 1
             with pytest.raises(DeniedError):
                 await web.get_session("one", tenant="default")
-        (warned,) = logged(service, "setting_overridden")
-        (window,) = logged(service, "window_chosen")
+        (warned,) = log_lines(service, "setting_overridden")
+        (window,) = log_lines(service, "window_chosen")
     assert warned["setting"] == "server.listen"
     assert warned["in_file"] == "unix:/run/of/the/file.sock"
     assert warned["in_force"] == f"{service.address}, {second}, 127.0.0.1:0"

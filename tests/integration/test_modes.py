@@ -36,7 +36,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-# What calibration is to find, (mode, positions), and of which model.
+# What calibration must find, (mode, positions), for which model.
 CONFIGS = {
     "learned positions": (
         ("ragged", "coupled"),
@@ -56,7 +56,7 @@ CONFIGS = {
     "an index and states": (
         ("masked", "coupled"),
         Qwen4ExpTextConfig(
-            **{**COMMON, "eos_token_id": VOCAB_SIZE - 1},  # where n-grams begin anew
+            **{**COMMON, "eos_token_id": VOCAB_SIZE - 1},  # where n-grams start over
             **SIZE,
             max_position_embeddings=WINDOW_TOKENS,
             layer_types=["linear_attention", "indexed_attention"],
@@ -107,7 +107,7 @@ def model_dir(name, tmp_path):
 
 @pytest.mark.parametrize("name", sampled(list(CONFIGS), 2, seed=1, always=("learned positions",)))
 async def test_a_second_turn_reuses_the_first(name, model_dir, tmp_path):
-    """KV goes to kvd and comes back, whatever the model attends with; answers are the model's."""
+    """KV is saved to kvd and loaded, whatever the kind of attention; answers are the model's."""
     pair = Pair(model_dir, tmp_path)
     oracle = Oracle(model_dir)
     async with pair.service, pair.with_kvd("--dram", "64MB"):
@@ -131,7 +131,7 @@ async def test_a_second_turn_reuses_the_first(name, model_dir, tmp_path):
     ],
 )
 async def test_an_index_or_states_outlive_both_processes(name, model_dir, tmp_path):
-    """Sessions side by side, either process killed, a fork: answers are the model's."""
+    """Sessions run side by side, processes are killed, one is forked: answers are the model's."""
     pair = Pair(model_dir, tmp_path)
     oracle = Oracle(model_dir)
     async with pair.service, pair.with_kvd("--dram", "64MB"):

@@ -1,4 +1,4 @@
-"""Responses go on at any of the servers that share a store, by their ids."""
+"""Responses can be continued by their ids at any of the servers that share a store."""
 
 from contextlib import contextmanager
 
@@ -29,14 +29,14 @@ def client_of(server, **options):
 
 
 async def ask(server, said, **options):
-    """A greedy response of its full length."""
+    """Create a greedy response of its full length."""
     given = {"max_output_tokens": LENGTH, "extra_body": {"ignore_eos": True}, **options}
     async with client_of(server) as client:
         return await client.responses.create(model=MODEL, input=said, **given)
 
 
-async def shown(server, response_id, **options):
-    """A response and its input, as a server shows them."""
+async def show_response(server, response_id, **options):
+    """Return a response and its input, as a server shows them."""
     async with client_of(server, **options) as client:
         response = await client.responses.retrieve(response_id)
         items = [one async for one in client.responses.input_items.list(response_id)]
@@ -49,7 +49,7 @@ async def delete(server, response_id):
 
 
 async def check_unknown(server, response_id, **options):
-    """A server has no such response: nothing of it is shown, and nobody goes on with it."""
+    """Check that a server does not know a response: it shows nothing, and no turn continues it."""
     async with client_of(server, **options) as client:
         responses = client.responses
         for asked in (
@@ -64,7 +64,7 @@ async def check_unknown(server, response_id, **options):
 
 @contextmanager
 def silent(store):
-    """Inside nothing of a store can be read or written."""
+    """Make a store unreadable and unwritable inside the block."""
     aside = store.with_name("aside")
     store.rename(aside)
     store.touch()
@@ -73,17 +73,17 @@ def silent(store):
     aside.rename(store)
 
 
-async def test_a_response_is_gone_on_with_when_its_server_is_lost(tiny_model, short_dir, oracle):
-    """Shown as that has shown it, in its session; every answer is that of recomputation."""
+async def test_a_response_can_be_continued_when_its_server_is_lost(tiny_model, short_dir, oracle):
+    """It is shown unchanged, and continues in its session; every answer equals recomputation."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
         begun = await ask(first, SAID, instructions=BRIEF, metadata={"a": "b"})
         gone_on = await ask(first, "And?", previous_response_id=begun.id, instructions=BRIEF)
-        was_shown = [await shown(first, one.id) for one in (begun, gone_on)]
+        was_shown = [await show_response(first, one.id) for one in (begun, gone_on)]
         await first.lose()
         last = gone_on
         for said in ("So?", "And then?"):
             last = await ask(second, said, previous_response_id=last.id, instructions=BRIEF)
-        assert [await shown(second, one.id) for one in (begun, gone_on)] == was_shown
+        assert [await show_response(second, one.id) for one in (begun, gone_on)] == was_shown
         branch = await ask(second, "Or else?", previous_response_id=begun.id)
         sessions = [one.model_extra["session_id"] for one in (begun, last, branch)]
         assert sessions[0] == sessions[1] != sessions[2]
@@ -93,8 +93,8 @@ async def test_a_response_is_gone_on_with_when_its_server_is_lost(tiny_model, sh
         await check_identical({second.name: second}, oracle, sessions)
 
 
-async def test_back_and_forth_it_is_one_conversation(tiny_model, short_dir, oracle):
-    """So it is in branches: of an earlier answer, or of one that a server takes for the last."""
+async def test_branches_work_across_servers(tiny_model, short_dir, oracle):
+    """They may begin at an earlier answer, or at one that a server takes for the last."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
         made = [await ask(first, SAID)]
         for server in (second, first, first, second):
@@ -113,13 +113,13 @@ async def test_back_and_forth_it_is_one_conversation(tiny_model, short_dir, orac
         await check_identical({second.name: second}, oracle, names)
 
 
-async def test_calls_of_tools_are_answered_elsewhere(tiny_model, short_dir):
-    """By the ids that their client was told."""
+async def test_tool_calls_are_answered_elsewhere(tiny_model, short_dir):
+    """They are identified by the ids that their client got."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
         asks = {"tool_choice": "required", "max_output_tokens": 100, "extra_body": {}}
         called = await ask(first, "Look it up.", tools=[LOOK_UP], **asks)
         (call,) = [item for item in called.output if item.type == "function_call"]
-        assert await shown(second, called.id) == await shown(first, called.id)
+        assert await show_response(second, called.id) == await show_response(first, called.id)
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "A level."}
         offered = {"tools": [LOOK_UP], "tool_choice": "none"}
         told = await ask(second, [result], previous_response_id=called.id, **offered)
@@ -129,7 +129,7 @@ async def test_calls_of_tools_are_answered_elsewhere(tiny_model, short_dir):
 
 
 async def test_what_is_deleted_is_deleted_everywhere(tiny_model, short_dir):
-    """Wherever it was made; its session goes with the last response, if nobody named it."""
+    """Any server may have created it; its session is deleted with the last unnamed response."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
         begun = await ask(first, SAID)
         name = begun.model_extra["session_id"]
@@ -140,7 +140,7 @@ async def test_what_is_deleted_is_deleted_everywhere(tiny_model, short_dir):
             with pytest.raises(openai.NotFoundError):
                 await client.responses.retrieve(begun.id)
         await check_unknown(first, begun.id)
-        assert (await shown(first, second_one.id))[0]["id"] == second_one.id
+        assert (await show_response(first, second_one.id))[0]["id"] == second_one.id
         await delete(first, second_one.id)
         assert await first.num_turns(name) is None
         assert await second.num_turns(name) is None, "gRPC asks the store"
@@ -148,27 +148,27 @@ async def test_what_is_deleted_is_deleted_everywhere(tiny_model, short_dir):
             await check_unknown(server, second_one.id)
 
 
-async def test_others_have_no_response(tiny_model, short_dir):
-    """Other tenants; nor anybody of what was not to be stored."""
+async def test_other_tenants_cannot_read_a_response(tiny_model, short_dir):
+    """A response that was not to be stored cannot be read at all."""
     async with running(tiny_model, short_dir, 100, 100, more=TENANTS) as (first, second, _):
         begun = await ask(first, SAID)
         await check_unknown(second, begun.id, project="other")
-        assert (await shown(second, begun.id))[0]["id"] == begun.id
+        assert (await show_response(second, begun.id))[0]["id"] == begun.id
         passing = await ask(first, SAID, store=False)
         for server in (first, second):
             await check_unknown(server, passing.id)
 
 
-async def test_while_the_store_is_silent_nobody_knows(tiny_model, short_dir):
-    """What is here goes on; of the rest clients are told to come again, and then it is there."""
+async def test_unknown_responses_while_the_store_is_silent(tiny_model, short_dir):
+    """Local ones continue; for others clients are told to retry, and then they are found."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, store):
         begun, other = [await ask(first, SAID) for _ in range(2)]
-        await shown(second, begun.id)
+        await show_response(second, begun.id)
         with silent(store):
             last = await ask(second, "Go on.", previous_response_id=begun.id)
-            assert (await shown(second, last.id))[0]["id"] == last.id
+            assert (await show_response(second, last.id))[0]["id"] == last.id
             for asked in (
-                shown(second, other.id),
+                show_response(second, other.id),
                 ask(second, "Go on.", previous_response_id=other.id),
                 delete(second, begun.id),
             ):
@@ -178,5 +178,5 @@ async def test_while_the_store_is_silent_nobody_knows(tiny_model, short_dir):
                 assert refused.value.response.headers["Retry-After"]
                 assert refused.value.code == "transcript_unavailable"
         await second.until_caught_up()
-        assert await shown(first, last.id) == await shown(second, last.id)
+        assert await show_response(first, last.id) == await show_response(second, last.id)
         assert await ask(second, "Go on.", previous_response_id=other.id)

@@ -1,8 +1,8 @@
-"""What is seen of the real pair from outside: metrics, probes, traces through both, log lines.
+"""The real pair seen from outside: metrics, probes, traces through both processes, log lines.
 
 One pair for all tests: some turns, kvd restarted in between so that history comes from SSD, and
-then what they have left is looked at. Spans are there because both processes export what they have
-when they end.
+then their output is checked. All spans are exported, because both processes export the
+rest when they end.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SAMPLING = pb.Sampling(max_tokens=6, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run of the pair has left."""
+    """The output of a run of the pair."""
 
     kvd: dict
     inference: dict
@@ -50,7 +50,7 @@ class Seen:
     text: str  # of both logs
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the samples with these labels."""
+        """Return the sum of the samples with these labels."""
         samples = self.kvd if name.startswith("kvd_") else self.inference
         return sum(
             value
@@ -61,7 +61,7 @@ class Seen:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def seen(tiny_model):
-    """Run the pair, and stop it."""
+    """Run the pair, stop it, and return its output."""
     with tempfile.TemporaryDirectory(prefix="ca-") as name:
         async with running_collector() as collector:
             yield await _run(tiny_model, Path(name), collector)
@@ -74,7 +74,7 @@ async def _run(model: Path, directory: Path, collector: Collector) -> Seen:
             f'[metrics]\nlisten = "unix:{socket}"\n[tracing]\nendpoint = "{collector.endpoint}"\n'
         )
     with (directory / "kvd.toml").open("a") as settings:
-        # Reading ahead would be as soon as the load that is to be seen waiting for SSD.
+        # Without reading ahead, so that the load visibly waits for SSD.
         settings.write('[prefetch]\nin_flight_bytes = "0"\n')
     kvd = KvdProcess(
         directory / "kvd", ["--config", str(directory / "kvd.toml"), "--dram", "64MB"], keep="none"
@@ -113,13 +113,13 @@ async def _converse(service: InferenceProcess, kvd: KvdProcess, sockets: dict) -
         await _fail(client, turn_request([1], f"../{SECRET}", sampling=SAMPLING))
         await _fail(client, turn_request([1], "s-1", tenant="another"))
         await wait_saved(client)
-        await kvd.stop()  # it keeps no DRAM: what comes next comes from SSD
+        await kvd.stop()  # it keeps no DRAM: the next history comes from SSD
         await wait_kvd_state(client, "detached")
         await kvd.start()
         await wait_kvd_state(client, "attached")
         request = turn_request([7, 8], "s-1", request_id="r-traced", sampling=SAMPLING)
         await _submit_traced(service.address, request)
-        await client.submit(request)  # again: the recorded result
+        await client.submit(request)  # a repeat: the recorded result
         await wait_saved(client)
     await _get(sockets["inference"].with_name("openai.sock"), "/v1/models")
     return {
@@ -170,7 +170,7 @@ def _lines(log: str) -> list:
 
 
 async def test_probes(seen):
-    """Both processes live, and take work."""
+    """Both processes are alive and ready."""
     assert seen.probes == {
         ("kvd", "/healthz"): "alive\n",
         ("kvd", "/readyz"): "ready\n",
@@ -180,12 +180,12 @@ async def test_probes(seen):
 
 
 async def test_every_row_has_values(seen):
-    """Whatever the tables name is scraped, but for what has not happened, or is not named."""
+    """Every metric is scraped, but for events that did not happen and optional ones."""
     not_now = {
-        *("kvd_rest_before_evict_seconds", "kvd_gone_before_asked_seconds"),  # nothing had to go
-        "kvd_fetch_wait_seconds",  # no store is there to be fetched from
-        "kvd_write_seconds",  # what was stored last may not be on SSD yet
-        "inference_read_buffer_layers",  # a history that is there at once waits for no layer
+        *("kvd_rest_before_evict_seconds", "kvd_gone_before_asked_seconds"),  # nothing was evicted
+        "kvd_fetch_wait_seconds",  # there is no store to fetch from
+        "kvd_write_seconds",  # the last blocks may not be on SSD yet
+        "inference_read_buffer_layers",  # a history that is complete at once waits for no layer
         *("kvd_tenant_used_bytes", "kvd_tenant_quota_bytes", "kvd_tenant_sessions"),
         *("kvd_http_cut_connections_total", "inference_http_cut_connections_total"),  # nobody was
         *("inference_recomputed_tokens_total", "kvd_load_misses_total"),
@@ -204,7 +204,7 @@ async def test_every_row_has_values(seen):
 
 
 async def test_every_counter_has_a_value(seen):
-    """Each counter of both processes is scraped, also those that never counted."""
+    """Each counter of both processes is scraped, also those that are zero."""
     for table, samples, counters in (
         (KVD, seen.kvd, KVD_COUNTERS),
         (INFERENCE, seen.inference, COUNTERS),
@@ -220,8 +220,8 @@ async def test_every_counter_has_a_value(seen):
                     assert found, f"{counter} is not scraped as {row.name}"
 
 
-async def test_metrics_say_what_happened(seen):
-    """Counts and times are those of the turns that were made."""
+async def test_metrics_match_the_turns(seen):
+    """Counts and times are those of the turns of this run."""
     assert seen.value("inference_turns_total", outcome="finished") == 3
     assert seen.value("inference_turns_total", outcome="replayed") == 1
     assert seen.value("inference_turn_ends_total", reason="turn_mismatch") == 1
@@ -250,7 +250,7 @@ async def test_metrics_say_what_happened(seen):
 
 
 async def test_one_trace_through_both_processes(seen):
-    """The caller's trace goes from its call through the turn's phases to what kvd did for it."""
+    """The caller's trace goes from its call through the turn's phases to kvd's work for it."""
     spans = seen.spans.of_trace(TRACE)
     by_id = {span.span_id: span for span in spans}
 
@@ -286,7 +286,7 @@ async def test_one_trace_through_both_processes(seen):
 
 
 async def test_failures_are_marked(seen):
-    """The call of a refused turn is an error, and the span of a failed one says why."""
+    """The call of a refused turn is an error, and the span of a failed one has the reason."""
     refused = [s for s in seen.spans.spans if s.attributes.get("error.type") == "INVALID_ARGUMENT"]
     failed = [s for s in seen.spans.spans if s.attributes.get("error.type") == "turn_mismatch"]
     assert [span.name for span in refused] == ["Inference/SubmitTurn"]
@@ -297,8 +297,8 @@ async def test_failures_are_marked(seen):
 # -------------------------------------------------------------------------------------------- logs
 
 
-async def test_one_line_for_each_turn(seen):
-    """However a turn ends it has one line, which says whose it was and which trace it is of."""
+async def test_each_turn_has_one_log_line(seen):
+    """However a turn ends it has one line, with its session and its trace."""
     lines = [line for line in seen.log if line["event"] == "turn"]
     ends = [(line["finish_reason"], line.get("error")) for line in lines]
     assert ends == [
@@ -327,20 +327,20 @@ async def test_one_line_for_each_http_request(seen):
     assert (span.name, span.attributes["http.response.status_code"]) == ("GET /v1/models", 200)
 
 
-async def test_kvd_says_what_it_did_for_the_trace(seen):
+async def test_kvds_log_lines_have_the_trace(seen):
     """kvd's lines about a turn's store carry the turn's trace id."""
     lines = [line for line in seen.kvd_log if line.get("trace_id") == TRACE]
     assert "session_stored" in {line["event"] for line in lines}
 
 
 async def test_secrets_are_not_logged(seen):
-    """Neither credentials nor what looks like them gets into the logs of a whole run."""
+    """The logs of a whole run have neither credentials nor anything that looks like them."""
     assert SECRET not in seen.text
     assert "Bearer" not in seen.text
 
 
-async def test_nothing_waits_for_an_absent_collector(tiny_model, short_dir):
-    """A service whose collector is not there serves, and stops, as without."""
+async def test_an_absent_collector_delays_nothing(tiny_model, short_dir):
+    """A service whose collector is absent serves and stops as it does without one."""
     del tiny_model
     settings = short_dir / "kvd.toml"
     settings.write_text('[tracing]\nendpoint = "http://127.0.0.1:1"\n')

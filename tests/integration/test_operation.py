@@ -1,8 +1,7 @@
-"""The real service as its operator has it: supervised, limited, reloaded, drained.
+"""The real service as an operator runs it: supervised, limited, reloaded, drained.
 
-One service for the whole module, on a socket of three tenants; the last test ends it. Turns that
-are to go on ("endless") do so until their streams are closed: nothing depends on how fast anything
-is.
+One service for the whole module, on a socket of three tenants; the last test ends it. "Endless"
+turns run until their streams are closed: no result depends on speed.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from tests.inference_processes import InferenceProcess
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # Each goes on with the service as the one before has left it.
+    # Each test continues with the service as the previous one has left it.
     pytest.mark.random_order(disabled=True),
 ]
 
@@ -53,7 +52,7 @@ NOTIFY_S = 60.0
 
 
 class Operated:
-    """A service, its settings file and its supervisor's ear."""
+    """A service, its settings file, and the socket of its supervisor."""
 
     def __init__(self, model, directory, settings=SETTINGS, watchdog_s=2.0):
         self.settings = directory / "settings.toml"
@@ -79,7 +78,7 @@ class Operated:
                     return lines
 
     async def reload(self, settings):
-        """Write other settings, and have them read; returns the line that is logged of it."""
+        """Write new settings and have them reloaded; return the log line about it."""
         self.settings.write_text(settings)
         self.service.send_signal(signal.SIGHUP)
         begun, stamp = await self.receives("RELOADING=1")
@@ -89,7 +88,7 @@ class Operated:
         return [json.loads(line) for line in lines if "reloaded" in line][-1]
 
     async def health(self, name):
-        """What gRPC health says of a service."""
+        """Return the gRPC health of a service."""
         async with grpc.aio.insecure_channel(self.service.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
@@ -118,7 +117,7 @@ def short(session_id="", **fields):
 
 @asynccontextmanager
 async def endless(client, names, until="accepted", **fields):
-    """Turns that go on until the exit, each followed up to its first event of a kind."""
+    """Run turns until the exit, each followed up to its first event of a kind."""
     async with AsyncExitStack() as streams:
         turns = []
         for name in names:
@@ -130,7 +129,7 @@ async def endless(client, names, until="accepted", **fields):
         yield turns
 
 
-async def refused(awaitable, kind, reason):
+async def expect_refusal(awaitable, kind, reason):
     with pytest.raises(kind) as caught:
         await awaitable
     assert caught.value.reason == reason
@@ -138,15 +137,15 @@ async def refused(awaitable, kind, reason):
     return caught.value
 
 
-async def test_the_supervisor_hears_that_it_is_ready_and_alive(operated):
-    """READY when turns are taken; then, again and again, that the event loop answers."""
+async def test_the_supervisor_is_notified_of_readiness_and_life(operated):
+    """READY is sent when turns are accepted; then watchdog messages while the event loop runs."""
     await operated.receives("READY=1")
     for _ in range(2):
         await operated.receives("WATCHDOG=1")
     assert await operated.health("") == await operated.health(SERVICE) == "SERVING"
 
 
-async def test_tenants_are_those_of_the_identity(client):
+async def test_the_identity_determines_the_tenant(client):
     """The same id of another tenant is another session; a stranger learns nothing of either."""
     first = await client.submit(short("shared"))
     assert (await client.submit(short("shared", tenant="acme"))).accepted.turn == 0
@@ -161,28 +160,28 @@ async def test_tenants_are_those_of_the_identity(client):
         partial(client.discard, "shared", [(0, 1)]),
         partial(client.cancel, "shared"),
     ):
-        error = await refused(call(tenant="other"), DeniedError, "tenant_denied")
+        error = await expect_refusal(call(tenant="other"), DeniedError, "tenant_denied")
         assert "shared" not in str(error)
     assert first.accepted.session_id == "shared"
 
 
-async def test_a_tenant_at_its_limit_disturbs_nobody(client):
-    """It is given a time to come back, and others' turns are taken and answered meanwhile."""
+async def test_a_tenant_at_its_limit_does_not_affect_others(client):
+    """It gets a time to retry at, and others' turns are accepted and answered meanwhile."""
     async with endless(client, ["one"], tenant="small"):
-        error = await refused(
+        error = await expect_refusal(
             client.submit(short("two", tenant="small")), ExhaustedError, "too_many_turns"
         )
         assert error.retry_after_s > 0
         result = await client.submit(short("others"))
         assert len(result.token_ids) == 4
-    # The one before is being stopped: its place is free in a moment.
+    # The previous turn is being stopped: its place is free soon.
     result = await client.submit_patiently(short("two", tenant="small"))
     assert len(result.token_ids) == 4
     await client.delete_session("two", tenant="small")
 
 
-async def test_a_client_that_does_not_read_holds_no_place(client):
-    """Its turn goes on to its end without it, and its tenant may have the next."""
+async def test_a_client_that_does_not_read_occupies_no_place(client):
+    """Its turn ends without it, and its tenant may have the next."""
     request = turn_request("Go ", "unread", tenant="small", sampling=SHORT)
     async with aclosing(client.stream_turn(request)) as unread:
         assert (await anext(unread)).WhichOneof("event") == "accepted"
@@ -194,14 +193,14 @@ async def test_a_client_that_does_not_read_holds_no_place(client):
         await client.delete_session(name, tenant="small")
 
 
-async def test_a_tenant_keeps_as_many_sessions_as_it_may(client):
+async def test_the_number_of_a_tenants_sessions_is_limited(client):
     """Waiting does not help, deleting does; forks count, others' sessions do not."""
     for name in ("a", "b"):
         await client.submit(short(name, tenant="small"))
     full = "too_many_sessions"
-    error = await refused(client.submit(short("c", tenant="small")), ExhaustedError, full)
+    error = await expect_refusal(client.submit(short("c", tenant="small")), ExhaustedError, full)
     assert not error.retryable
-    await refused(client.fork_session("a", tenant="small"), ExhaustedError, full)
+    await expect_refusal(client.fork_session("a", tenant="small"), ExhaustedError, full)
     await client.submit(short("a", tenant="small"))
     await client.submit(short("c"))
     await client.delete_session("b", tenant="small")
@@ -210,21 +209,23 @@ async def test_a_tenant_keeps_as_many_sessions_as_it_may(client):
         await client.delete_session(name, tenant="small")
 
 
-async def test_a_client_follows_as_many_turns_as_it_may(client):
-    """A repeat of a turn counts as well; whoever ends one may follow another."""
+async def test_the_number_of_turns_that_a_client_follows_is_limited(client):
+    """A repeat of a turn counts as well; after one has ended another may be followed."""
     names = [f"stream-{number}" for number in range(MAX_STREAMS - 1)]
     async with (
         endless(client, names, request_id="same"),
         endless(client, names[:1], request_id="same"),
     ):
-        error = await refused(client.submit(short("more")), ExhaustedError, "too_many_streams")
+        error = await expect_refusal(
+            client.submit(short("more")), ExhaustedError, "too_many_streams"
+        )
         assert error.retry_after_s
     result = await client.submit_patiently(short("more"))
     assert len(result.token_ids) == 4
 
 
-async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, client):
-    """At once and as a whole; what needs a restart is named, what cannot be changes nothing."""
+async def test_a_reload_changes_limits_and_defaults_of_later_turns(operated, client):
+    """It applies at once and as a whole; keys that need a restart are named, and do not change."""
     assert len((await client.submit(turn_request("Hi ", sampling=SHORT))).token_ids) == 4
     bad = await operated.reload(SETTINGS + "\n[log]\nlevel = 'loud'\n")
     assert bad["event"] == "settings_not_reloaded"
@@ -249,7 +250,9 @@ async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, c
     assert len((await client.submit(turn_request("Hi ", sampling=sampling))).token_ids) == 7
     for _ in range(2):
         await client.submit(short(tenant="acme"))
-    error = await refused(client.submit(short(tenant="acme")), ExhaustedError, "rate_limited")
+    error = await expect_refusal(
+        client.submit(short(tenant="acme")), ExhaustedError, "rate_limited"
+    )
     assert 0 < error.retry_after_s <= 60
     await operated.reload(SETTINGS)
     await client.submit(short(tenant="acme"))
@@ -257,7 +260,7 @@ async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, c
 
 
 async def test_a_drain_hands_back_and_a_second_signal_ends_it(operated, client):
-    """Turns that wait are handed back at once, those that run later, at the second signal."""
+    """Waiting turns are handed back at once, running ones later, at the second signal."""
     service = operated.service
     await client.submit(short("waiting"))
     before = await client.get_session("waiting", with_turns=True)
@@ -273,9 +276,9 @@ async def test_a_drain_hands_back_and_a_second_signal_ends_it(operated, client):
         service.send_signal(signal.SIGTERM)
         await operated.receives("STOPPING=1")
         for task in tasks:
-            error = await refused(task, UnavailableError, "draining")
+            error = await expect_refusal(task, UnavailableError, "draining")
             assert error.retryable
-        await refused(client.submit(short("new")), UnavailableError, "draining")
+        await expect_refusal(client.submit(short("new")), UnavailableError, "draining")
         assert (await operated.health(""), await operated.health(SERVICE)) == (
             "SERVING",
             "NOT_SERVING",

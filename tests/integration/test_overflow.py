@@ -1,4 +1,4 @@
-"""Contexts that lose tokens, in the live pair: the answers are those of re-embedding what is left.
+"""Contexts that lose tokens, in the live pair: answers are those of the re-embedded rest.
 
 The window is 512 tokens. The judge is `tests/truncation_oracle.py`: the stock model over the
 session as it was recorded, with its discards, and with the reuse that each turn's usage claims.
@@ -14,7 +14,7 @@ from inference_svc.client import turn_request
 from inference_svc.core.truncation import USUAL_SINKS
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import InvalidInputError
-from tests.integration.overflowing import DRAM, WINDOW_TOKENS, identical, reused_all
+from tests.integration.overflowing import DRAM, WINDOW_TOKENS, check_all_reused, identical
 from tests.models import narrow_model
 from tests.pair import SLOT_BYTES, Pair
 from tests.truncation_oracle import TruncationOracle
@@ -26,8 +26,8 @@ REJECT = pb.Overflow(policy="reject")
 @pytest.mark.parametrize(
     ("asked", "ratio"), [pytest.param({}, 0.125, marks=pytest.mark.long), ({"ratio": 0.5}, 0.5)]
 )
-async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, asked, ratio):
-    """A turn that does not fit drops a part of what is there, or as much as it needs room for.
+async def test_the_oldest_part_is_dropped_and_nothing_is_recomputed(narrow, judge, asked, ratio):
+    """A turn that does not fit drops a part of the context, or as much as it needs room for.
 
     The rest comes from DRAM.
     """
@@ -41,7 +41,7 @@ async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, ask
     overflowed = [turn for turn in turns if turn.usage.dropped_tokens]
     assert len(overflowed) >= 2
     for turn in turns[1:]:
-        reused_all(turn, "dram")
+        check_all_reused(turn, "dram")
     for turn in overflowed:
         history = turn.usage.history_tokens + turn.usage.dropped_tokens
         wanted = history + turn.usage.new_tokens + turn.usage.output_tokens - WINDOW_TOKENS
@@ -55,21 +55,24 @@ async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, ask
 
 
 async def test_in_memory_rows_are_moved_in_place(resident, judge):
-    """KV in memory is re-embedded there; kvd receives the same discard, and has it later."""
+    """KV in memory is re-embedded there.
+
+    Kvd receives the same discard, and loads the result later.
+    """
     async with resident.with_kvd(*DRAM):
         turns = [await resident.say("place") for _ in range(6)]
-        for name in ("x", "y", "z"):  # who need the memory
+        for name in ("x", "y", "z"):  # other sessions that need the memory
             await resident.say(name, 480, max_tokens=2)
         later = await resident.say("place")
         await identical(resident, judge, "place")
     assert sum(bool(turn.usage.dropped_tokens) for turn in turns) >= 2
     for turn in turns[1:]:
-        reused_all(turn, "hbm")
-    reused_all(later, "dram")
+        check_all_reused(turn, "hbm")
+    check_all_reused(later, "dram")
 
 
-async def test_from_ssd(narrow, judge):
-    """Sessions that do not fit DRAM together are cut where they lie, and read from SSD."""
+async def test_truncated_sessions_are_read_from_ssd(narrow, judge):
+    """Sessions that do not fit into DRAM together are cut on SSD, and read from there."""
     async with narrow.with_kvd("--dram", str(3 * SLOT_BYTES), "--ssd", "64MB", reads_ahead=False):
         turns = []
         for _ in range(5):
@@ -82,8 +85,8 @@ async def test_from_ssd(narrow, judge):
     assert any(turn.usage.tier_tokens["ssd"] for turn in turns if turn.usage.dropped_tokens)
 
 
-async def test_the_first_tokens_stay_that_a_turn_wants_to(narrow, judge):
-    """The range begins after them, and is as long as the turn says."""
+async def test_a_turn_may_protect_the_first_tokens(narrow, judge):
+    """The dropped range begins after them, and is as long as the turn says."""
     sinks = pb.Overflow(policy="sinks", sink_tokens=8, ratio=0.25)
     async with narrow.with_kvd(*DRAM):
         turns = [await narrow.say("sinks", overflow=sinks) for _ in range(5)]
@@ -95,8 +98,8 @@ async def test_the_first_tokens_stay_that_a_turn_wants_to(narrow, judge):
     assert all(turn.usage.recomputed_tokens == 0 for turn in turns)
 
 
-async def test_reject_keeps_everything_and_says_no(narrow):
-    """The turn is refused with its numbers, and the session goes on with one that fits."""
+async def test_reject_refuses_the_turn_and_drops_nothing(narrow):
+    """The turn is refused with its numbers, and the session continues with one that fits."""
     async with narrow.with_kvd(*DRAM):
         for _ in range(2):
             await narrow.say("full", 200)
@@ -111,7 +114,7 @@ async def test_reject_keeps_everything_and_says_no(narrow):
 
 
 async def test_a_chat_keeps_its_system_message_and_whole_messages(narrow, judge, model_dir):
-    """What is left is the system message, then messages from their first token on."""
+    """The rest is the system message, then messages from their first token on."""
     system = pb.ChatMessage(role="system", content="Be brief. " * 8)
     sampling = pb.Sampling(max_tokens=30, ignore_eos=True)
     async with narrow.with_kvd(*DRAM):
@@ -139,7 +142,7 @@ def _text(model_dir, token_ids):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def leaning(sink_model, tmp_path_factory):
-    """A service of a model that leans on its first token, with settings as they are by default."""
+    """Run a service of a model with an attention sink, with default settings."""
     directory = tmp_path_factory.mktemp("leaning-pair")
     pair = Pair(narrow_model(sink_model, directory / "model", WINDOW_TOKENS), directory)
     async with pair.service:
@@ -160,8 +163,8 @@ async def leaning(sink_model, tmp_path_factory):
     ],
     ids=["between turns", "while it answers", "snapkv", "h2o"],
 )
-async def test_what_a_model_leans_on_stays_whatever_goes(leaning, sink_model, fields, reasons):
-    """It is found at the start; no policy drops it, and answers are those of what is left."""
+async def test_the_attention_sink_is_always_kept(leaning, sink_model, fields, reasons):
+    """It is found at the start; no policy drops it, and answers are those of the rest."""
     async with leaning.service.client() as client:
         assert (await client.get_model()).sink_tokens == USUAL_SINKS
     async with leaning.with_kvd(*DRAM):
@@ -179,8 +182,8 @@ async def test_what_a_model_leans_on_stays_whatever_goes(leaning, sink_model, fi
     assert list(session.context_ids[:USUAL_SINKS]) == first_ids
 
 
-async def test_a_turn_may_give_up_what_its_model_leans_on(leaning):
-    """The client's wish comes before the model's."""
+async def test_a_turn_may_drop_the_attention_sink(leaning):
+    """The client's request has precedence over the model's."""
     async with leaning.with_kvd(*DRAM):
         sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
         begin = turn_request("Each turn adds a question. ", leaning.name("s"), sampling=sampling)
@@ -193,7 +196,7 @@ async def test_a_turn_may_give_up_what_its_model_leans_on(leaning):
 
 @pytest.mark.parametrize("tier", ["dram", pytest.param("hbm", marks=pytest.mark.long)])
 async def test_an_answer_may_be_longer_than_the_window(narrow, resident, judge, tier):
-    """The context is cut while the answer goes on; the next turn reuses what is left."""
+    """The context is cut during the answer; the next turn reuses the rest."""
     pair = resident if tier == "hbm" else narrow
     async with pair.with_kvd(*DRAM):
         await pair.say("long", 200)
@@ -206,11 +209,11 @@ async def test_an_answer_may_be_longer_than_the_window(narrow, resident, judge, 
     assert answer.usage.dropped_tokens > 200
     assert [discard.turn for discard in session.discards].count(1) >= 2, session.discards
     assert list(session.turn_records[1].output_ids) == answer.token_ids
-    reused_all(after, tier)
+    check_all_reused(after, tier)
 
 
 async def test_an_answer_that_may_not_be_cut_ends_with_the_window(narrow, judge):
-    """Nothing of a chat's last message goes: the answer ends there, as long as it is."""
+    """A chat's last message must stay whole: the answer ends where the window is full."""
     async with narrow.with_kvd(*DRAM):
         sampling = pb.Sampling(max_tokens=2000, ignore_eos=True)
         question = [pb.ChatMessage(role="user", content="What is a block?")]
@@ -227,7 +230,7 @@ async def test_an_answer_that_may_not_be_cut_ends_with_the_window(narrow, judge)
     assert split.usage.output_tokens == 550
 
 
-async def test_a_killed_kvd_has_what_was_cut(narrow, judge):
+async def test_a_killed_kvd_keeps_the_truncated_session(narrow, judge):
     """After SIGKILL its DRAM is adopted, with the discard."""
     async with narrow.with_kvd(*DRAM, keep="file"):
         turns = [await narrow.say("killed", 160) for _ in range(4)]
@@ -240,10 +243,10 @@ async def test_a_killed_kvd_has_what_was_cut(narrow, judge):
         await identical(narrow, judge, "killed")
     assert any(turn.usage.dropped_tokens for turn in turns)
     assert any(turn.usage.dropped_tokens for turn in after)
-    reused_all(after[0], "dram")
+    check_all_reused(after[0], "dram")
 
 
-async def test_without_kvd_what_is_left_is_recomputed(narrow, judge):
+async def test_without_kvd_the_rest_is_recomputed(narrow, judge):
     """A discard that does not reach kvd costs a recomputation, not a wrong answer."""
     async with narrow.with_kvd(*DRAM, keep="file"):
         for _ in range(2):
@@ -262,8 +265,8 @@ async def test_without_kvd_what_is_left_is_recomputed(narrow, judge):
 
 
 @pytest.mark.long
-async def test_coupled_positions_recompute_what_is_left(model_dir, judge, tmp_path_factory):
-    """What is behind the first dropped token is void, also in the middle of an answer."""
+async def test_coupled_positions_recompute_the_rest(model_dir, judge, tmp_path_factory):
+    """KV behind the first dropped token is void, also in the middle of an answer."""
     directory = tmp_path_factory.mktemp("coupled-pair")
     (directory / "settings.toml").write_text('[model]\npositions = "coupled"\n')
     pair = Pair(model_dir, directory, "--config", str(directory / "settings.toml"))

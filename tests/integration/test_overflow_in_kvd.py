@@ -1,6 +1,6 @@
-"""An engine and a real kvd: contexts that overflow are loaded back as they were left.
+"""An engine and a real kvd: truncated contexts are loaded as they were left.
 
-The engine of the benchmarks, without its residents: each turn's history comes from kvd.
+It is the engine of the benchmarks, without residents: each turn's history comes from kvd.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def stock(tiny_model):
 
 
 class Session:
-    """One session of a local engine, with its context and lineage as a transcript has them."""
+    """A session of a local engine, with its context and lineage as a transcript keeps them."""
 
     def __init__(self, local, *, names_lineage):
         self.local, self.key = local, local.key("s")
@@ -46,7 +46,7 @@ class Session:
         self.numbers = iter(range(1000, 2000))
 
     async def turn(self, new_ids, max_tokens, choose=None):
-        """Answer a turn from what kvd has; returns its request."""
+        """Answer a turn with the history from kvd; return its request."""
         engine = self.local.parts.engine
         prompt = [*self.context, *new_ids]
         request = EngineRequest(
@@ -93,10 +93,10 @@ def behind_the_first_four(context):
         pytest.param(EVERY_THIRD, marks=pytest.mark.long),
     ],
 )
-async def test_every_turn_loads_what_the_discards_left(
+async def test_every_turn_loads_the_tokens_that_discards_left(
     model, stock, tmp_path, dropped, names_lineage, choose
 ):
-    """Mid-turn and between turns; all but the last token, and the answers are the plain ones."""
+    """During turns and between them; all but the last token are loaded, and answers are right."""
     torch.set_num_threads(1)
     with workspace(tmp_path, model) as space:
         async with (

@@ -1,8 +1,8 @@
-"""Contexts that lose tokens while everything happens at once: the answers are still right.
+"""Contexts that lose tokens amid random operations of many sessions: answers are right.
 
-Sessions talk side by side, each at random: turns that overflow at once or in the middle, under
-every policy, with and without compression; discards, forks, turns that are cancelled. What each has
-said is judged at the end (`tests/truncation_oracle.py`).
+Sessions run random operations side by side: turns that overflow at once or in the middle,
+under every policy, with and without compression; discards, forks, cancelled turns. All answers are
+judged at the end (`tests/truncation_oracle.py`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SETTINGS = "[scheduler]\nkv_tokens = 1500\n[compression]\nmin_tokens = 100\n"
 
 
 class Talker:
-    """One session, its forks, and what it does next."""
+    """A session, its forks, and their random operations."""
 
     def __init__(self, pair: Pair, number: int, seed: int) -> None:
         self._pair = pair
@@ -34,7 +34,7 @@ class Talker:
         self.names = [f"talker-{number}"]
 
     async def talk(self, num_steps: int) -> None:
-        """Do so many things, most of them turns."""
+        """Do so many operations, most of them turns."""
         await self._say()
         for _ in range(num_steps):
             action = self._random.choices(
@@ -66,7 +66,7 @@ class Talker:
         start = self._random.randrange(max(1, num_tokens))
         async with self._pair.service.client() as client:
             ranges = [(start, min(num_tokens, start + 50))] if num_tokens else []
-            with suppress(ReportedError):  # nothing is left to be dropped
+            with suppress(ReportedError):  # no token is left that could be dropped
                 await client.discard(self._pair.name(name), ranges, positions)
 
     async def _fork(self) -> None:
@@ -94,7 +94,7 @@ class Talker:
 @pytest.mark.long
 @pytest.mark.parametrize("residents", [False, True], ids=["loaded", "resident"])
 async def test_mixed_scenes(tiny_model, tmp_path, residents):
-    """All that was said is what the contexts at that time make the model say."""
+    """All answers are those of the model for the contexts at that time."""
     model_dir = narrow_model(tiny_model, tmp_path / "narrow", WINDOW_TOKENS)
     judge = TruncationOracle(model_dir)
     (tmp_path / "settings.toml").write_text(SETTINGS)
@@ -112,7 +112,7 @@ async def test_mixed_scenes(tiny_model, tmp_path, residents):
 
 
 async def play(pair: Pair, judge: TruncationOracle, seed: int) -> int:
-    """Let sessions talk side by side, and judge them; returns how many discards there were."""
+    """Let sessions run side by side, and judge them; return how many discards there were."""
     talkers = [Talker(pair, number, seed) for number in range(NUM_SESSIONS)]
     await asyncio.gather(*(talker.talk(NUM_STEPS) for talker in talkers))
     num_discards = 0

@@ -1,9 +1,9 @@
-"""Eviction policies in the real pair, over tiers that are too small: in the order that is planned.
+"""Eviction policies in the real pair, over tiers that are too small, rank as in the planner.
 
-All sessions of a seeded trace begin at once, nobody thinks, and one turn runs at a time: a queue is
-there all along, and it, not the speed of the machine, says what happens when. Answers are short and
-prompts longer by as much, so that KV grows as in the trace. The planner replays the same sessions;
-its order of policies must be the live one.
+All sessions of a seeded trace begin at once, without pauses, and one turn runs at a time: there
+always is a queue, and it determines the order of events, not the machine's speed. Answers are short
+and prompts longer by as much, so that KV grows as in the trace. The planner replays the same
+sessions; its order of policies must be the live one.
 """
 
 import asyncio
@@ -37,9 +37,10 @@ WHOLE_QUEUE = ("lookahead_queue", "predictive")
 END_HINTS = ("lru", "predictive")
 NUM_SESSIONS, SEED, SCALE = 16, 13, 0.4
 ANSWER_TOKENS = 3
-DRAM_SLOTS, SSD_EXTENTS = 28, 43  # all sessions have 125 blocks at their ends, the longest 15
-CLEAR = 0.25  # a difference of shares that no other order of events makes up for
-NUM_JUDGED = 3  # sessions of each policy, the longest
+# all sessions together have 125 blocks at their ends, the longest 15
+DRAM_SLOTS, SSD_EXTENTS = 28, 43
+CLEAR = 0.25  # a difference of shares that no other order of events can reverse
+NUM_JUDGED = 3  # judged sessions of each policy, the longest
 ONE_AT_A_TIME = Setting(
     scheduler={
         "max_running": 1,
@@ -52,7 +53,7 @@ ONE_AT_A_TIME = Setting(
 
 @dataclass
 class Found:
-    """What the turns of one policy found, and what kvd counted; histories are in tokens."""
+    """The history that one policy's turns found, and kvd's counters; in tokens."""
 
     num_with_history: int = 0
     num_hits: int = 0  # turns that found all of it
@@ -63,17 +64,17 @@ class Found:
 
     @property
     def fu_share(self) -> float:
-        """Hits of turns with history."""
+        """Return the share of turns with history that found all of it."""
         return self.num_hits / self.num_with_history
 
     @property
     def tok_share(self) -> float:
-        """Of the history."""
+        """Return the share of the history that was found."""
         return self.reused.total() / self.history
 
     @property
     def dram_share(self) -> float:
-        """Of what was found where there was time to read ahead."""
+        """Return the share of DRAM in what was found where there was time to read ahead."""
         return self.reused_behind["dram"] / max(1, self.reused_behind.total())
 
     def add(self, usage, num_ahead) -> None:
@@ -87,7 +88,7 @@ class Found:
 
 
 def some_sessions():
-    """Conversations that fit the window; most have several turns."""
+    """Return conversations that fit the window; most have several turns."""
     sessions = scaled(chat_like_sessions(NUM_SESSIONS, SEED), SCALE, think_scale=0)
     sessions, _ = fitting(sessions, WINDOW_TOKENS - BLOCK_TOKENS)
     return [
@@ -100,8 +101,8 @@ def some_sessions():
     ]
 
 
-def planned(policy):
-    """What the planner says of a policy, for these sessions and tiers."""
+def run_plan(policy):
+    """Return the planner's result for a policy with these sessions and tiers."""
     sessions = []
     for turns in some_sessions():
         ends = itertools.accumulate(turn.new_tokens + turn.output_tokens for turn in turns)
@@ -135,7 +136,7 @@ def planned(policy):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(tiny_model):
-    """One service; each policy gives it a kvd of its own."""
+    """Run one service; each policy gives it its own kvd."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     pair = Pair(tiny_model, directory)
     flags = ONE_AT_A_TIME.write(directory / "settings.toml")
@@ -147,7 +148,7 @@ async def service(tiny_model):
 
 @asynccontextmanager
 async def kvd_by(pair, policy, num_slots=DRAM_SLOTS, num_extents=SSD_EXTENTS):
-    """A fresh kvd with this policy, attached; it checks its invariants until its end."""
+    """Run a new kvd with this policy, attached; it checks its invariants to the end."""
     tiers = ("--dram", str(num_slots * SLOT_BYTES), "--ssd", str(num_extents * EXTENT_BYTES))
     directory = pair.kvd.runtime_dir.parent
     kvd = FaultyKvd(directory, *tiers, keep="none", KVD_EVICTION__POLICY=policy)
@@ -163,7 +164,7 @@ async def kvd_by(pair, policy, num_slots=DRAM_SLOTS, num_extents=SSD_EXTENTS):
 
 
 async def replay_live(pair, oracle, policy):
-    """All sessions, each of whose turns comes as soon as the one before it is answered."""
+    """Replay all sessions; each turn follows as soon as the one before it is answered."""
     found, sessions = Found(), some_sessions()
     num_open = 0
 
@@ -188,16 +189,16 @@ async def replay_live(pair, oracle, policy):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(service, oracle):
-    """What each policy's turns found; sessions of each are as if recomputed."""
+    """Return the results of each policy; check that its longest sessions equal recomputation."""
     return {policy: await replay_live(service, oracle, policy) for policy in POLICIES}
 
 
-async def test_the_order_of_policies_is_the_planned_one(live):
-    """Wherever the planner sees a clear difference, so does the pair, and in the same direction.
+async def test_policies_rank_as_planned(live):
+    """Wherever the planner sees a clear difference, the pair shows it in the same direction.
 
-    Hits are compared: the planner knows no parts of sessions, of which kvd makes use.
+    Hits are compared: the planner does not model parts of sessions, which kvd uses.
     """
-    plan = {policy: planned(policy).hits_fu for policy in POLICIES}
+    plan = {policy: run_plan(policy).hits_fu for policy in POLICIES}
     clear = {
         (worse, better)
         for worse, better in itertools.permutations(POLICIES, 2)
@@ -209,13 +210,13 @@ async def test_the_order_of_policies_is_the_planned_one(live):
 
 
 @pytest.mark.parametrize("policy", WHOLE_QUEUE)
-async def test_looking_ahead_keeps_what_is_needed_next(live, policy):
-    """Where a queue forms it finds much of the history that LRU has dropped."""
+async def test_looking_ahead_keeps_history_that_is_needed_soon(live, policy):
+    """With a queue it finds much of the history that LRU has dropped."""
     assert live[policy].tok_share > live["lru"].tok_share + CLEAR, live
 
 
 @pytest.mark.parametrize("policy", WHOLE_QUEUE)
-async def test_looking_ahead_finds_it_in_dram(live, policy):
+async def test_looking_ahead_finds_history_in_dram(live, policy):
     """Behind a few jobs there is time to read it; LRU reads nothing ahead."""
     assert live[policy].dram_share > 0.5, live
     assert live[policy].dram_share > live["lru"].dram_share + CLEAR, live
@@ -227,7 +228,7 @@ async def test_looking_ahead_finds_it_in_dram(live, policy):
 
 
 async def until_nothing_runs(pair) -> None:
-    """Return when kvd has heard that no turn waits or runs: what runs is no first victim."""
+    """Return when kvd's queue is empty: running turns are not evicted first."""
 
     async def is_so() -> bool:
         (engine,) = (await pair._read("GetStats", kvd_pb2.GetStatsRequest())).engines
@@ -238,8 +239,8 @@ async def until_nothing_runs(pair) -> None:
 
 
 @pytest.mark.parametrize("policy", END_HINTS)
-async def test_a_final_turn_frees_its_room_first(service, policy):
-    """Though its session was used after the other one, which LRU would take: that stays whole."""
+async def test_the_blocks_of_a_finished_session_are_evicted_first(service, policy):
+    """It was used after the other one, which LRU would evict and which stays complete."""
     names = [f"{policy}-{name}" for name in ("stays", "ends", "comes")]
     # A session has five blocks and a tail, of which there are two while it grows.
     async with kvd_by(service, policy, num_slots=14, num_extents=14):

@@ -1,4 +1,4 @@
-"""Engines that report their queues to kvd: how long these are kept, and what kvd does not take."""
+"""Engines that report their queues to kvd: how long kvd keeps them, and which it refuses."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def jobs_of(kvd: KvdProcess, name: str) -> tuple[int, int]:
-    """Jobs of an engine that wait and run, as operators see them."""
+    """Return the jobs of an engine that wait and run, as operators see them."""
     for engine in (await reader_stats(kvd)).engines:
         if engine.name == name:
             return engine.queue_jobs, engine.running_jobs
@@ -29,7 +29,7 @@ def wait(engine: SyntheticEngine, *numbers: int) -> None:
 
 
 class RawQueue:
-    """A stream of an engine besides its own one, which it takes the place of."""
+    """A second stream of an engine, which replaces its own one."""
 
     def __init__(self, engine: SyntheticEngine) -> None:
         attachment = engine.client._attachment
@@ -47,7 +47,7 @@ class RawQueue:
 
 
 async def test_jobs_wait_run_and_leave(tmp_path: Path) -> None:
-    """What a scheduler says is known soon, all that has changed at once."""
+    """kvd soon has the scheduler's queue, with all changes at once."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir, name="a") as engine,
@@ -64,8 +64,8 @@ async def test_jobs_wait_run_and_leave(tmp_path: Path) -> None:
         assert kvd.log().count('"level": "error"') == 0
 
 
-async def test_of_a_long_queue_kvd_knows_the_head(tmp_path: Path, monkeypatch) -> None:
-    """As much as it says it takes; what moves up is reported."""
+async def test_kvd_has_the_head_of_a_long_queue(tmp_path: Path, monkeypatch) -> None:
+    """It has as many jobs as it accepts; jobs that move up are reported."""
     monkeypatch.setenv("KVD_LIMITS__MAX_QUEUE_JOBS", "5")
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -81,8 +81,8 @@ async def test_of_a_long_queue_kvd_knows_the_head(tmp_path: Path, monkeypatch) -
         await eventually(lambda: jobs_of(kvd, "a"), (3, 0))
 
 
-async def test_a_kvd_that_comes_back_is_told_all(tmp_path: Path) -> None:
-    """Also what has changed while it was away."""
+async def test_a_kvd_that_comes_back_gets_the_whole_queue(tmp_path: Path) -> None:
+    """Changes during its absence are included."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir, name="a") as engine,
@@ -98,10 +98,10 @@ async def test_a_kvd_that_comes_back_is_told_all(tmp_path: Path) -> None:
         await eventually(lambda: jobs_of(kvd, "a"), (2, 0))
 
 
-async def test_a_queue_goes_with_its_stream(
+async def test_a_queue_ends_with_its_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of another engine stays."""
+    """The queue of another engine stays."""
     monkeypatch.setattr(queue_sender, "RETRY_S", 0.5)
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -111,7 +111,7 @@ async def test_a_queue_goes_with_its_stream(
         wait(other, 1, 2)
         queue = RawQueue(engine)
         assert (await queue.report(1, [1, 2, 3], base_sequence=9)).send_full
-        with pytest.raises(grpc.aio.AioRpcError) as refused:  # the digest is not that of the jobs
+        with pytest.raises(grpc.aio.AioRpcError) as refused:  # the digest does not match the jobs
             await queue.report(2, [1, 2, 3])
         assert refused.value.code() is REFUSED
         await eventually(lambda: jobs_of(kvd, "a"), (0, 0))
@@ -119,11 +119,11 @@ async def test_a_queue_goes_with_its_stream(
         wait(engine, 5)
         await eventually(lambda: jobs_of(kvd, "a"), (1, 0))
         queue = RawQueue(engine)
-        acknowledged = await queue.report(1)  # an empty one; the engine's own stream is over
+        acknowledged = await queue.report(1)  # an empty one; the engine's own stream has ended
         assert not acknowledged.send_full
         assert await jobs_of(kvd, "a") == (0, 0)
         queue.stream.cancel()
-        wait(engine, 6)  # it finds out that its stream is over, and opens another
+        wait(engine, 6)  # it notices that its stream has ended, and opens another
         await eventually(lambda: jobs_of(kvd, "a"), (2, 0))
 
 
@@ -140,8 +140,8 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("fields", NONSENSE.values(), ids=NONSENSE.keys())
-async def test_nonsense_ends_its_stream(tmp_path: Path, monkeypatch, fields) -> None:
-    """With a reason and a remedy; what others have reported stays."""
+async def test_an_invalid_update_ends_its_stream(tmp_path: Path, monkeypatch, fields) -> None:
+    """The error has a reason and a remedy; other engines' queues stay."""
     monkeypatch.setenv("KVD_LIMITS__MAX_QUEUE_JOBS", "10")
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
@@ -162,7 +162,7 @@ async def test_nonsense_ends_its_stream(tmp_path: Path, monkeypatch, fields) -> 
 
 
 async def test_a_queue_has_one_stream_and_one_engine(tmp_path: Path) -> None:
-    """A second stream takes the place of the first; an engine that is not attached has none."""
+    """A second stream replaces the first; an engine that is not attached has none."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir, name="a") as engine,

@@ -1,4 +1,4 @@
-"""What kvd remembers of the turns of a real engine."""
+"""kvd's record of the turns of a real engine."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ GREEDY = inference_pb2.Sampling(max_tokens=24, ignore_eos=True)
 NUM_TURNS = 3
 
 
-async def test_each_turn_is_remembered_once(tiny_model, tmp_path: Path) -> None:
-    """With its history, what was found of it where, and its size."""
+async def test_each_turn_is_recorded_once(tiny_model, tmp_path: Path) -> None:
+    """It has its history, the found part of it by tier, and its size."""
     usages = []
     async with (
         running_kvd(tmp_path / "kvd", "--dram", "64MB", "--ssd", "0") as kvd,

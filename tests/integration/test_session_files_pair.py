@@ -1,4 +1,4 @@
-"""A session that moves to another kvd, with the real service: its next turn goes on from there."""
+"""A session that moves to another kvd, with the real service: its next turn continues there."""
 
 import asyncio
 
@@ -30,11 +30,11 @@ DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two bloc
     ],
     ids=["file", "store"],
 )
-async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, here):
+async def test_the_next_turn_is_a_hit_on_another_kvd(tiny_model, tmp_path, away, here):
     """All history comes from the file, or the store, and every answer is the stock model's."""
     kvd = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
     other = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
-    other.state_dir = tmp_path / "other"  # with salts of its own, and nothing stored
+    other.state_dir = tmp_path / "other"  # with its own salts, and nothing stored
     at = ("--runtime-dir", str(kvd.runtime_dir))
     away, here = ([word.format(tmp_path) for word in words] for words in (away, here))
     await kvd.start()
@@ -48,14 +48,14 @@ async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, her
                 result = await client.submit(turn_request(given, "moved", sampling=GREEDY))
             usage = result.usage
             stored = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
-            await eventually(lambda: _stored_tokens(kvd), [stored])
+            await eventually(lambda: _count_stored_tokens(kvd), [stored])
             await all_clean(kvd)
             assert (await run_cli(*away, *at))[0] == 0
             await kvd.stop()
             await wait_kvd_state(client, "detached")
             await other.start()
             await wait_kvd_state(client, "attached")
-            assert await _stored_tokens(other) == []
+            assert await _count_stored_tokens(other) == []
             assert (await run_cli(*here, *at))[0] == 0
             result = await client.submit(turn_request("At last? ", "moved", sampling=GREEDY))
             assert result.usage.history_tokens == result.usage.reused_tokens == stored
@@ -71,8 +71,8 @@ async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path, away, her
         await kvd.stop()
 
 
-async def test_the_next_turn_waits_for_what_is_fetched(tiny_model, tmp_path):
-    """Pushed by itself after its turns, fetched when the next one arrives elsewhere, which waits.
+async def test_the_next_turn_waits_for_a_session_that_is_fetched(tiny_model, tmp_path):
+    """It is pushed after its turns, and fetched when the next one arrives elsewhere.
 
     The engine is idle: without waiting it would begin to compute at once. Fetching is slow.
     """
@@ -92,7 +92,7 @@ async def test_the_next_turn_waits_for_what_is_fetched(tiny_model, tmp_path):
             await wait_kvd_state(client, "attached")
             usage = (await client.submit(turn_request(DOCUMENT, "moved", sampling=GREEDY))).usage
             stored = usage.new_tokens + usage.output_tokens - 1
-            await eventually(lambda: _stored_tokens(kvd), [stored])
+            await eventually(lambda: _count_stored_tokens(kvd), [stored])
             [info] = await sessions_of(kvd)
             await until_there(store, SessionKey("default", info.session.model, "moved"), stored)
             await kvd.stop()
@@ -101,7 +101,7 @@ async def test_the_next_turn_waits_for_what_is_fetched(tiny_model, tmp_path):
             await wait_kvd_state(client, "attached")
             await following.until_said("kvd_followed", 2)
             number = 0
-            while not (await counters_of(other))["fetch_waits_absent"]:  # somebody answers now
+            while not (await counters_of(other))["fetch_waits_absent"]:  # a follower answers now
                 number += 1
                 await client.submit(turn_request("New? ", f"new-{number}"))
             again = turn_request("At last? ", "moved", sampling=GREEDY)
@@ -118,5 +118,5 @@ async def test_the_next_turn_waits_for_what_is_fetched(tiny_model, tmp_path):
         await kvd.stop()
 
 
-async def _stored_tokens(kvd: KvdProcess) -> list[int]:
+async def _count_stored_tokens(kvd: KvdProcess) -> list[int]:
     return [info.num_tokens for info in await sessions_of(kvd)]

@@ -1,4 +1,4 @@
-"""Sessions with one prompt in the real pair: the engine's memory serves it, then kvd does."""
+"""Sessions with one prompt in the real pair: it is copied in memory, or loaded from kvd."""
 
 import asyncio
 import shutil
@@ -19,7 +19,10 @@ NUM_SESSIONS = 8
 
 
 async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
-    """Copied in memory; after a restart kvd has of each session what was computed by another."""
+    """It is copied in memory.
+
+    After a restart each session finds in kvd what another has computed.
+    """
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     flags = ("--residents", "--load-policy", "always")
     async with (
@@ -42,8 +45,8 @@ async def test_a_prompt_that_sessions_share_is_computed_once(tiny_model):
 @pytest.mark.parametrize(
     "working_kv", ["pages", pytest.param("contiguous", marks=pytest.mark.long)]
 )
-async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model, working_kv):
-    """The first of them does, for all; kvd has the whole of each."""
+async def test_simultaneous_sessions_compute_one_prompt_once(tiny_model, working_kv):
+    """The first of them computes it for all; kvd has the whole of each."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     flags = ("--residents", "--load-policy", "always")
     environ = {"INFERENCE_SCHEDULER__WORKING_KV": working_kv}
@@ -66,7 +69,7 @@ async def test_sessions_that_come_at_once_compute_one_prompt_once(tiny_model, wo
 
 
 async def _come_back(service, oracle):
-    """All is loaded from kvd after a restart of the service, and right."""
+    """Check that all is loaded from kvd after a restart of the service, and right."""
     await service.stop()
     await service.start()
     async with service.client() as client:

@@ -1,4 +1,4 @@
-"""Two services that share a store of transcripts: a session goes on at either, and after either."""
+"""Two services share a store of transcripts: a session continues at either, even if one is lost."""
 
 import asyncio
 import signal
@@ -22,7 +22,7 @@ SAMPLING = pb.Sampling(max_tokens=6, ignore_eos=True)
 
 @pytest.fixture
 def services(tiny_model, tmp_path):
-    """How to make a service of a number, and the directory that all share."""
+    """Return a factory for numbered services, and the directory that all share."""
     store = tmp_path / "store"
 
     def make(number, url="", **remote):
@@ -38,7 +38,7 @@ def services(tiny_model, tmp_path):
 
 
 async def say(service, turn, session="tale", text="Keys and values are kept."):
-    """A turn of a session; the client believes in so many before it."""
+    """Submit a turn of a session; the client expects so many turns before it."""
     async with service.client() as client:
         request = turn_request(text, session, sampling=SAMPLING, expected_turn=turn)
         return await client.submit(request)
@@ -49,8 +49,8 @@ async def read(service, session="tale"):
         return await client.get_session(session, with_turns=True)
 
 
-async def test_a_session_goes_on_anywhere(services, oracle):
-    """Whatever becomes of the server that has begun it; each answer is that of recomputation."""
+async def test_a_session_continues_at_any_service(services, oracle):
+    """Its first server may be lost or not; each answer equals recomputation."""
     make, _ = services
     async with make(1) as first, make(2) as second:
         await say(first, 0)
@@ -77,8 +77,8 @@ async def test_a_session_goes_on_anywhere(services, oracle):
             await read(second)
 
 
-async def test_two_at_once(services):
-    """Of two turns on two servers one is there, and the other is told."""
+async def test_of_two_simultaneous_turns_one_is_kept(services):
+    """One of two turns on two servers is recorded, the client of the other gets an error."""
     make, _ = services
     async with make(1) as first, make(2) as second:
         await say(first, 0)
@@ -95,8 +95,8 @@ async def test_two_at_once(services):
         assert (await read(first)).turns == 3 - len(failed) == (await read(second)).turns
 
 
-async def test_a_store_that_is_not_there(services):
-    """Sessions that are here go on; what may be elsewhere is not begun anew; new ones begin."""
+async def test_a_store_that_is_unreachable(services):
+    """Local sessions continue; possibly remote ones are not started over; new ones begin."""
     make, store = services
     async with make(1) as first:
         await say(first, 0)
@@ -117,7 +117,7 @@ async def test_a_store_that_is_not_there(services):
         async with make(2) as second:
             assert (await read(second)).turns == 1, "the second turn has not come there"
         await first.start()
-        first.send_signal(signal.SIGTERM)  # what is behind is brought before the end
+        first.send_signal(signal.SIGTERM)  # the missing turns are pushed before the end
         assert await first.exit_code() == 0
         async with make(2) as second:
             assert (await read(second)).turns == 2
@@ -125,8 +125,8 @@ async def test_a_store_that_is_not_there(services):
             await say(second, 1, "new")
 
 
-async def test_sealed_transcripts(services, tmp_path, oracle):
-    """They go on where the key is, and nowhere else; a server without it says what it lacks."""
+async def test_sealed_transcripts_need_the_key(services, tmp_path, oracle):
+    """They continue where the key is, and nowhere else; a server without it names what it lacks."""
     make, _ = services
     key_file, other = tmp_path / "key", tmp_path / "other"
     write_key(key_file, new_key())
@@ -159,7 +159,7 @@ async def test_a_key_that_cannot_be_read_is_refused_at_the_start(services, tmp_p
 
 @pytest.mark.parametrize("url", ["ftp://nowhere", "s3://", "file:///"])
 async def test_a_url_that_names_no_store_is_refused_at_the_start(services, url):
-    """With what to do about it, and no trace."""
+    """The error names the remedy, without a traceback."""
     make, _ = services
     service = make(1, url)
     with pytest.raises(Exception, match="ended with exit code"):

@@ -1,7 +1,7 @@
-"""Models of whose layers some are kept at few places: states of recurrent ones, and windows.
+"""Models with layers of which few places are stored: recurrent states, and windows. ¶ Models
 
-And those that keep entries of some tokens each, whose rest is a state. All are served alike.
-Answers are judged as everywhere, by the stock model over the whole transcript.
+that compress several tokens into an entry are included: the rest is a state. All are served alike,
+    and judged by the stock model over the whole transcript.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from tests.truncation_oracle import TruncationOracle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SLOT_BYTES = 2 * 64 * 1024  # of models in which two layers attend to all tokens
-NUM_PARTS = 2  # slots of a window
+SLOT_BYTES = 2 * 64 * 1024  # of models with two layers of full attention
+NUM_PARTS = 2  # slots per window
 NARROW_TOKENS = 512
 DRAM = ("--dram", "16MB")
 SYSTEM = inference_pb2.ChatMessage(role="system", content="Be brief, keep keys in blocks. " * 4)
@@ -40,7 +40,7 @@ LONG_SYSTEM = inference_pb2.ChatMessage(
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and in how many slots, of how many bytes, less than two of its sessions are."""
+    """A model, and a memory size (slots, bytes) in which fewer than two of its sessions fit."""
 
     build: Callable[[Path], Path]
     few_slots: int
@@ -77,7 +77,7 @@ def oracle(model):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(model, tmp_path_factory):
-    """A service that keeps nothing in memory: what a turn reuses comes from kvd."""
+    """Run a service that keeps no sessions in memory: reused tokens come from kvd."""
     pair = Pair(model, tmp_path_factory.mktemp("pair"))
     async with pair.service:
         yield pair
@@ -85,7 +85,7 @@ async def pair(model, tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def resident(model, tmp_path_factory):
-    """A service whose sessions stay in memory, which is too small for four of them."""
+    """Run a service whose sessions stay in memory, which is too small for four of them."""
     pair = resident_pair(model, tmp_path_factory.mktemp("residents"))
     async with pair.service:
         yield pair
@@ -93,7 +93,7 @@ async def resident(model, tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow(model, tmp_path_factory):
-    """The same model with a small context window."""
+    """Run the same model with a small context window."""
     directory = tmp_path_factory.mktemp("narrow")
     pair = Pair(narrow_model(model, directory / "model", NARROW_TOKENS), directory)
     async with pair.service:
@@ -109,7 +109,7 @@ def question(text, *before):
 
 @pytest.mark.long
 async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
-    """Of unequal lengths, in the same steps."""
+    """They have unequal lengths, in the same steps."""
     async with pair.with_kvd(*DRAM):
 
         async def talk(name, number):
@@ -124,8 +124,8 @@ async def test_sessions_beside_each_other_are_kept_apart(pair, oracle):
 
 
 @sampled_family  # tests/integration/test_kvd_windows.py has windows on SSD
-async def test_all_outlives_both_processes_and_lies_on_ssd(pair, oracle, family):
-    """DRAM for less than two sessions: they come from SSD, after restarts of either process."""
+async def test_sessions_survive_both_processes_and_come_from_ssd(pair, oracle, family):
+    """DRAM holds fewer than two sessions: they come from SSD, after restarts of either process."""
     dram = str(family.few_slots * family.slot_bytes)
     async with pair.with_kvd("--dram", dram, "--ssd", "64MB", keep="file"):
         for _ in range(2):
@@ -149,8 +149,8 @@ async def test_all_outlives_both_processes_and_lies_on_ssd(pair, oracle, family)
 
 
 @sampled_family
-async def test_without_kvd_all_is_computed(pair, oracle):
-    """Nothing fails, and the next turns store again."""
+async def test_without_kvd_everything_is_recomputed(pair, oracle):
+    """No turn fails, and later turns store again."""
     async with pair.with_kvd(*DRAM):
         await pair.say("s", 80)
         await pair.until_saved()
@@ -169,8 +169,8 @@ async def test_without_kvd_all_is_computed(pair, oracle):
 
 
 @sampled_family  # tests/fault/test_random_scenes.py has residents with windows
-async def test_residents_are_built_on_where_they_can_be(resident, oracle):
-    """Sessions in memory, loaded ones among them, preempted ones, and those that had to go."""
+async def test_residents_are_reused_where_possible(resident, oracle):
+    """Sessions in memory, with loaded, preempted and evicted ones among them."""
     async with resident.with_kvd(*DRAM):
         names = ("a", "b", "c", "d")
         turns = []
@@ -187,8 +187,8 @@ async def test_residents_are_built_on_where_they_can_be(resident, oracle):
 
 
 @with_states
-async def test_turns_begin_with_the_state_of_the_turn_before(pair, oracle):
-    """Nothing of the history is computed again, wherever in a block a turn has ended."""
+async def test_turns_begin_with_the_state_of_the_previous_turn(pair, oracle):
+    """No token of the history is recomputed, wherever in a block a turn has ended."""
     async with pair.with_kvd(*DRAM):
         turns = [await pair.say("long", 40 + 37 * turn) for turn in range(6)]
         verdict = await pair.verdict(oracle, "long")
@@ -200,8 +200,8 @@ async def test_turns_begin_with_the_state_of_the_turn_before(pair, oracle):
 
 
 @with_states
-async def test_a_fork_goes_on_from_the_newest_state_before_it(pair, oracle):
-    """At the parent's last turn there is one; at an earlier one it may be gone, and is computed."""
+async def test_a_fork_continues_from_the_newest_state_before_it(pair, oracle):
+    """The parent's last turn has one; an earlier turn's may be gone, and is recomputed."""
     async with pair.with_kvd(*DRAM):
         for _ in range(4):
             await pair.say("parent", 90)
@@ -220,8 +220,8 @@ async def test_a_fork_goes_on_from_the_newest_state_before_it(pair, oracle):
 
 
 @with_states
-async def test_a_chat_whose_answer_is_said_again_goes_on_before_it(pair, oracle):
-    """The state before the prompt for the answer is there; what conversations begin with, too."""
+async def test_a_regenerated_answer_continues_from_the_state_before_it(pair, oracle):
+    """The state before the answer's prompt is stored, as is that of common beginnings."""
     async with pair.with_kvd(*DRAM):
         sampling = inference_pb2.Sampling(max_tokens=12, ignore_eos=True)
         for name in ("one", "two"):
@@ -242,8 +242,8 @@ async def test_a_chat_whose_answer_is_said_again_goes_on_before_it(pair, oracle)
 
 
 @with_states
-async def test_an_overflow_computes_what_it_keeps(narrow, oracle):
-    """Behind the first dropped token nothing is of use: it goes on from the state before that."""
+async def test_an_overflow_recomputes_the_kept_tokens(narrow, oracle):
+    """States behind the first dropped token are useless: it continues from the one before."""
     async with narrow.with_kvd(*DRAM):
         sampling = inference_pb2.Sampling(max_tokens=12, ignore_eos=True)
         turns = []
@@ -270,7 +270,7 @@ async def test_an_overflow_computes_what_it_keeps(narrow, oracle):
 
 @with_windows
 async def test_turns_load_the_windows_of_their_last_tokens_only(pair, oracle):
-    """Nothing is computed again; of a long history most windows are neither stored nor loaded."""
+    """No token is recomputed; of a long history most windows are neither stored nor loaded."""
     before = await pair.counters()
     async with pair.with_kvd(*DRAM):
         turns = [await pair.say("long", 150 + 37 * turn) for turn in range(7)]
@@ -282,18 +282,19 @@ async def test_turns_load_the_windows_of_their_last_tokens_only(pair, oracle):
     for turn in turns[1:]:
         assert turn.usage.reused_tokens == turn.usage.history_tokens > 0
     loaded = after["loaded_window_tokens"] - before["loaded_window_tokens"]
-    most = ATTENTION_WINDOW + 2 * BLOCK_TOKENS  # of a load: the window, and what is beside it
+    # bytes of a load: the window, and the layers beside it
+    most = ATTENTION_WINDOW + 2 * BLOCK_TOKENS
     assert 0 < loaded <= most * (len(turns) - 1) < sum(turn.usage.reused_tokens for turn in turns)
     num_blocks = -(-stored.num_tokens // BLOCK_TOKENS)
-    # Windows are kept of what it began with, and of its end.
+    # Windows are stored for its beginning, and for its end.
     num_windows = 2 * -(-most // BLOCK_TOKENS)
     assert stored.bytes <= (num_blocks + NUM_PARTS * num_windows) * SLOT_BYTES
     assert stored.bytes < (1 + NUM_PARTS) * num_blocks * SLOT_BYTES
 
 
 @with_windows
-async def test_a_long_prompt_stores_windows_where_loads_may_end(pair, oracle):
-    """Not of all that it computes on the way, chunk by chunk."""
+async def test_a_long_prompt_stores_windows_only_where_loads_may_end(pair, oracle):
+    """Windows of the chunks in between are not stored."""
     before = await pair.counters()
     async with pair.with_kvd(*DRAM):
         first = await pair.say("once", 1500)
@@ -308,8 +309,8 @@ async def test_a_long_prompt_stores_windows_where_loads_may_end(pair, oracle):
 
 @pytest.mark.long  # tests/fault/test_random_scenes.py has forks with windows
 @with_windows
-async def test_a_fork_goes_on_from_where_there_is_a_window(pair, oracle):
-    """At the parent's last turn there is one; at an earlier one it may be gone, and is computed."""
+async def test_a_fork_continues_from_the_newest_window_before_it(pair, oracle):
+    """The parent's last turn has one; an earlier turn's may be gone, and is recomputed."""
     async with pair.with_kvd(*DRAM):
         for _ in range(5):
             await pair.say("parent", 190)
@@ -328,8 +329,8 @@ async def test_a_fork_goes_on_from_where_there_is_a_window(pair, oracle):
 
 
 @with_windows
-async def test_conversations_that_begin_alike_share_a_window(pair, oracle):
-    """Behind what they begin with a load can end, however long the first of them has become."""
+async def test_conversations_with_one_beginning_share_a_window(pair, oracle):
+    """A load can end behind the common beginning, however long the first conversation is."""
     sampling = inference_pb2.Sampling(max_tokens=12, ignore_eos=True)
     async with pair.with_kvd(*DRAM):
         asked = turn_request(
@@ -350,7 +351,7 @@ async def test_conversations_that_begin_alike_share_a_window(pair, oracle):
 
 @with_windows
 async def test_a_long_answer_leaves_a_window_before_it(pair, oracle):
-    """Who asks the same again, or whose template drops what a model thought, goes on there."""
+    """A regenerated answer, or a template that drops the thoughts, continues from there."""
     long = inference_pb2.Sampling(max_tokens=250, ignore_eos=True)
     short = inference_pb2.Sampling(max_tokens=4, ignore_eos=True)
     async with pair.with_kvd(*DRAM):
@@ -368,7 +369,7 @@ async def test_a_long_answer_leaves_a_window_before_it(pair, oracle):
 
 @with_windows
 async def test_an_overflow_recomputes_nothing(narrow, model):
-    """What is kept of the history is longer than a window: its keys move, nothing is computed."""
+    """The kept history is longer than a window: its keys move, nothing is recomputed."""
     judge = TruncationOracle(model)
     async with narrow.with_kvd(*DRAM):
         turns = [await narrow.say("cut", 120) for _ in range(8)]

@@ -23,13 +23,13 @@ from tests.inference_processes import InferenceProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GREEDY = pb.Sampling(max_tokens=12, ignore_eos=True)
-LONG = pb.Sampling(max_tokens=1500, ignore_eos=True)  # nobody waits for its end
-WHOLE = pb.Sampling(max_tokens=300, ignore_eos=True)  # is under way for a while, and ends
+LONG = pb.Sampling(max_tokens=1500, ignore_eos=True)  # an answer whose end no test waits for
+WHOLE = pb.Sampling(max_tokens=300, ignore_eos=True)  # an answer that takes a while, and ends
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(tiny_model):
-    """One service for all tests of this module; each test uses sessions of its own."""
+    """Run one service for all tests of this module; each test uses its own sessions."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     async with InferenceProcess(tiny_model, directory) as process:
         yield process
@@ -46,8 +46,8 @@ def user(content):
     return [pb.ChatMessage(role="user", content=content)]
 
 
-async def refused(awaitable, kind, reason):
-    """The call is refused with this class and slug; returns the error."""
+async def expect_refusal(awaitable, kind, reason):
+    """Check that the call is refused with this class and slug; return the error."""
     with pytest.raises(kind) as caught:
         await awaitable
     assert caught.value.reason == reason
@@ -82,7 +82,7 @@ async def test_events_come_in_order_and_usage_adds_up(client):
 
 
 async def test_history_is_recomputed_without_kvd(client):
-    """The second turn computes what the first one computed, and says why."""
+    """The second turn computes the first one's tokens again, and gives the reason."""
     await client.submit(turn_request(user("One"), "history", sampling=GREEDY))
     second = await client.submit(turn_request(user("Two"), "history", sampling=GREEDY))
     session = await client.get_session("history", with_turns=True)
@@ -110,8 +110,8 @@ async def test_interleaved_sessions_answer_as_if_alone(client):
     assert together == alone
 
 
-async def test_a_fork_goes_its_own_way(client):
-    """A fork at a turn has that history; the original does not see what the fork adds."""
+async def test_a_fork_is_independent(client):
+    """A fork at a turn has that history; the original does not see the fork's additions."""
     for text in ("One ", "Two "):
         await client.submit(turn_request(text, "forked", sampling=GREEDY))
     fork = await client.fork_session("forked", at_turn=1)
@@ -124,10 +124,10 @@ async def test_a_fork_goes_its_own_way(client):
     assert other.accepted.turn == 2
     whole = await client.fork_session("forked", new_session_id="whole-fork")
     assert whole.turns == 2
-    await refused(
+    await expect_refusal(
         client.fork_session("forked", new_session_id="whole-fork"), StateError, "session_exists"
     )
-    await refused(client.fork_session("forked", at_turn=3), NotFoundError, "unknown_turn")
+    await expect_refusal(client.fork_session("forked", at_turn=3), NotFoundError, "unknown_turn")
 
 
 async def test_a_repeat_of_a_complete_turn_replays_its_record(client):
@@ -146,11 +146,11 @@ async def test_a_repeat_with_another_input_is_refused(client):
     """A request id names one input and one sampling."""
     await client.submit(turn_request("Hi", "reused", sampling=GREEDY, request_id="once"))
     other = turn_request("Ho", "reused", sampling=GREEDY, request_id="once")
-    await refused(client.submit(other), InvalidInputError, "request_id_reused")
+    await expect_refusal(client.submit(other), InvalidInputError, "request_id_reused")
 
 
 async def test_a_repeat_of_a_running_turn_joins_it(client):
-    """Both clients see the whole turn, and one of them leaving does not end it."""
+    """Both clients see the whole turn, and when one of them leaves it does not end."""
     request = turn_request("Go ", "joined", sampling=WHOLE, request_id="once")
     async with aclosing(client.stream_turn(request)) as first:
         await next_event(first, "tokens")
@@ -164,26 +164,26 @@ async def test_a_repeat_of_a_running_turn_joins_it(client):
 
 
 async def test_expected_turn_must_match(client):
-    """A client with another idea of the session learns the actual number of turns."""
+    """A client that expects another number of turns learns the actual one."""
     opened = turn_request("Hi", "expected", sampling=GREEDY, expected_turn=0)
     await client.submit(opened)
-    error = await refused(client.submit(opened), StateError, "turn_mismatch")
+    error = await expect_refusal(client.submit(opened), StateError, "turn_mismatch")
     assert "1 complete turns" in error.message
     unknown = turn_request("Hi", "never-opened", sampling=GREEDY, expected_turn=3)
-    await refused(client.submit(unknown), StateError, "turn_mismatch")
-    await refused(client.get_session("never-opened"), NotFoundError, "unknown_session")
+    await expect_refusal(client.submit(unknown), StateError, "turn_mismatch")
+    await expect_refusal(client.get_session("never-opened"), NotFoundError, "unknown_session")
 
 
 async def test_a_busy_session_refuses_or_queues(client):
-    """A second turn gets session_busy, or waits its turn and sees the first one's history."""
+    """A second turn gets session_busy, or waits and then sees the first one's history."""
     async with aclosing(
         client.stream_turn(turn_request("Long ", "busy", sampling=WHOLE))
     ) as running:
         await next_event(running, "started")
         second = turn_request("Next ", "busy", sampling=GREEDY)
-        await refused(client.submit(second), ConflictError, "session_busy")
-        await refused(client.delete_session("busy"), ConflictError, "session_busy")
-        await refused(client.end_session("busy"), ConflictError, "session_busy")
+        await expect_refusal(client.submit(second), ConflictError, "session_busy")
+        await expect_refusal(client.delete_session("busy"), ConflictError, "session_busy")
+        await expect_refusal(client.end_session("busy"), ConflictError, "session_busy")
         second.wait = True
         waiting = asyncio.create_task(client.submit(second))
         finished = await next_event(running, "finished")
@@ -193,8 +193,8 @@ async def test_a_busy_session_refuses_or_queues(client):
     assert result.usage.history_tokens > WHOLE.max_tokens
 
 
-async def test_a_cancelled_turn_leaves_the_session_as_it_was(client):
-    """CancelTurn ends the stream with `cancelled`; nothing of the turn is recorded."""
+async def test_a_cancelled_turn_does_not_change_the_session(client):
+    """CancelTurn ends the stream with `cancelled`; no part of the turn is recorded."""
     await client.submit(turn_request("One ", "cancelled", sampling=GREEDY))
     before = await client.get_session("cancelled", with_turns=True)
     request = turn_request("Long ", "cancelled", sampling=LONG, request_id="long")
@@ -207,7 +207,7 @@ async def test_a_cancelled_turn_leaves_the_session_as_it_was(client):
     assert await client.get_session("cancelled", with_turns=True) == before
     again = await client.submit(turn_request("Two ", "cancelled", sampling=GREEDY))
     assert again.accepted.turn == 1
-    await refused(client.cancel("cancelled"), NotFoundError, "unknown_turn")
+    await expect_refusal(client.cancel("cancelled"), NotFoundError, "unknown_turn")
 
 
 async def test_a_client_that_leaves_cancels_its_turn(client):
@@ -219,7 +219,7 @@ async def test_a_client_that_leaves_cancels_its_turn(client):
 
 
 async def test_a_waiting_turn_can_be_cancelled(client):
-    """It ends with an error, because it was never accepted; the running one goes on."""
+    """It ends with an error, because it was never accepted; the running one continues."""
     long = turn_request("Go ", "queue", sampling=WHOLE, request_id="first")
     async with aclosing(client.stream_turn(long)) as running:
         await next_event(running, "started")
@@ -231,11 +231,11 @@ async def test_a_waiting_turn_can_be_cancelled(client):
                 break
             except NotFoundError:  # it has not arrived yet
                 await asyncio.sleep(0)
-        await refused(waiting, ConflictError, "cancelled")
+        await expect_refusal(waiting, ConflictError, "cancelled")
         assert (await next_event(running, "finished")).finished.finish_reason == "length"
 
 
-async def test_stop_strings_end_the_answer_and_stay_out_of_the_history(client):
+async def test_stop_strings_end_the_answer_and_are_not_recorded(client):
     """The text ends before the stop string, and the recorded tokens say exactly that text."""
     plain = await client.submit(turn_request("Tell ", sampling=pb.Sampling(max_tokens=40)))
     stop = plain.text[9:13]
@@ -254,7 +254,7 @@ async def test_stop_strings_end_the_answer_and_stay_out_of_the_history(client):
 
 
 async def test_logprobs_and_seeds(client):
-    """A seed repeats an answer, another one does not; logprobs come when asked for."""
+    """A seed repeats an answer, a different seed changes it; logprobs are sent on request."""
 
     async def sample(seed):
         sampling = pb.Sampling(max_tokens=16, temperature=1.0, seed=seed, logprobs=3, top_p=0.9)
@@ -270,7 +270,7 @@ async def test_logprobs_and_seeds(client):
 async def test_a_final_turn_ends_the_session(client):
     """Nothing can be added after it, but it can be read and forked."""
     await client.submit(turn_request("Bye ", "final", sampling=GREEDY, final=True))
-    await refused(
+    await expect_refusal(
         client.submit(turn_request("More ", "final", sampling=GREEDY)), StateError, "session_ended"
     )
     assert (await client.get_session("final")).ended
@@ -279,37 +279,41 @@ async def test_a_final_turn_ends_the_session(client):
 
 
 async def test_a_session_can_be_ended_without_a_turn(client):
-    """As by a final turn; ending it twice is the same, and one that nobody knows is an error."""
+    """It is the same as with a final turn.
+
+    Ending it twice changes nothing, unknown ones are errors.
+    """
     await client.submit(turn_request("One ", "over", sampling=GREEDY))
     for _ in range(2):
         await client.end_session("over")
-    await refused(
+    await expect_refusal(
         client.submit(turn_request("More ", "over", sampling=GREEDY)), StateError, "session_ended"
     )
     session = await client.get_session("over")
     assert (session.ended, session.turns) == (True, 1)
-    await refused(client.end_session("nobody"), NotFoundError, "unknown_session")
+    await expect_refusal(client.end_session("nobody"), NotFoundError, "unknown_session")
 
 
-async def test_a_deleted_session_is_gone(client):
+async def test_a_deleted_session_does_not_exist_any_more(client):
     """Its id opens a new session."""
     await client.submit(turn_request("One ", "deleted", sampling=GREEDY))
     await client.delete_session("deleted")
-    await refused(client.get_session("deleted"), NotFoundError, "unknown_session")
-    await refused(client.delete_session("deleted"), NotFoundError, "unknown_session")
+    await expect_refusal(client.get_session("deleted"), NotFoundError, "unknown_session")
+    await expect_refusal(client.delete_session("deleted"), NotFoundError, "unknown_session")
     again = await client.submit(turn_request("One ", "deleted", sampling=GREEDY))
     assert again.accepted.turn == 0
 
 
 async def test_a_turn_that_does_not_fit_names_the_numbers(client):
-    """History, new tokens, max_tokens and the window are in the message."""
+    """The message has history, new tokens, max_tokens and the window."""
     await client.submit(turn_request([5] * 100, "long", sampling=GREEDY))
     request = turn_request([5] * 1900, "long", sampling=pb.Sampling(max_tokens=100))
     request.overflow.policy = "reject"
-    error = await refused(client.submit(request), InvalidInputError, "input_too_long")
+    error = await expect_refusal(client.submit(request), InvalidInputError, "input_too_long")
     for number in ("112", "1900", "100", "2048"):
         assert number in error.message
-    request.sampling.ClearField("max_tokens")  # without a wish, the answer takes what is left
+    # without max_tokens, the answer may take all of the rest
+    request.sampling.ClearField("max_tokens")
     assert (await client.submit(request)).usage.output_tokens <= 36
 
 
@@ -323,9 +327,9 @@ async def test_a_turn_that_does_not_fit_names_the_numbers(client):
         (turn_request("Hi", sampling=pb.Sampling(temperature=-1, top_p=3)), "invalid_sampling"),
     ],
 )
-async def test_input_that_cannot_be_right_is_refused(client, request_, reason):
-    """Each has its slug; a refused turn opens no session."""
-    await refused(client.submit(request_), InvalidInputError, reason)
+async def test_invalid_input_is_refused(client, request_, reason):
+    """Each error has its slug; a refused turn opens no session."""
+    await expect_refusal(client.submit(request_), InvalidInputError, reason)
 
 
 async def test_sessions_survive_a_restart_of_the_service(tiny_model, short_dir):
@@ -349,7 +353,7 @@ async def test_sessions_survive_a_restart_of_the_service(tiny_model, short_dir):
 
 
 async def test_sigterm_lets_running_turns_finish(tiny_model, short_dir):
-    """A drain accepts nothing new, finishes what runs, and exits cleanly."""
+    """A drain accepts no turns, finishes running ones, and exits with 0."""
     service = InferenceProcess(tiny_model, short_dir)
     await service.start()
     async with service.client() as client:

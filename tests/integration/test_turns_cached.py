@@ -1,4 +1,4 @@
-"""Turns against the real service and a real kvd: what is reused, from where, and when it is not."""
+"""Turns against the real service and a real kvd: which tokens are reused, and from which tier."""
 
 import shutil
 import tempfile
@@ -47,7 +47,7 @@ def oracle(tiny_model):
 
 
 async def talk(client, session_id, num_turns, first=DOCUMENT):
-    """A session whose first turn brings a document; returns its turns' results."""
+    """Run a session whose first turn has a document; return its turns' results."""
     results = []
     for turn in range(num_turns):
         given = [*first, *map(ord, session_id)] if turn == 0 else f"And turn {turn}? "
@@ -56,7 +56,7 @@ async def talk(client, session_id, num_turns, first=DOCUMENT):
 
 
 async def judge(client, oracle, session_id):
-    """Whether every answer of the session is what the stock model says."""
+    """Return whether every answer of the session is the stock model's."""
     session = await client.get_session(session_id, with_turns=True)
     verdict = oracle.judge(
         (list(record.input_ids), list(record.output_ids)) for record in session.turn_records
@@ -65,10 +65,10 @@ async def judge(client, oracle, session_id):
 
 
 async def test_a_cancelled_turn_costs_no_history(client, oracle):
-    """The next turn loads what was there before the cancelled one.
+    """The next turn loads the history from before the cancelled one.
 
-    Unless that filled the history's last block, which is then another one: here it has room for
-    more than a hundred tokens.
+    If that filled the history's last block, it would be another block: here it has room for more
+    than a hundred tokens.
     """
     await talk(client, "cancelled", 2, DOCUMENT[:200])
     request = turn_request("Long ", "cancelled", sampling=pb.Sampling(max_tokens=1000))
@@ -83,7 +83,7 @@ async def test_a_cancelled_turn_costs_no_history(client, oracle):
     assert await judge(client, oracle, "cancelled")
 
 
-async def test_a_stop_string_leaves_a_history_that_is_reused(client, oracle):
+async def test_history_before_a_stop_string_is_reused(client, oracle):
     """Tokens after the cut are not stored; the ones before it are not recomputed."""
     (plain,) = await talk(client, "uncut", 1, first=[4, *DOCUMENT])
     stop = plain.text[10:13]
@@ -95,8 +95,8 @@ async def test_a_stop_string_leaves_a_history_that_is_reused(client, oracle):
     assert result.usage.reused_tokens > len(DOCUMENT)
 
 
-async def test_a_final_turn_is_told_to_kvd_and_a_repeat_is_replayed(client):
-    """A replay computes nothing, whatever kvd holds."""
+async def test_a_final_turn_is_reported_to_kvd_and_its_repeat_is_replayed(client):
+    """A replay computes nothing, whatever kvd has."""
     request = turn_request("Bye ", "final", sampling=GREEDY, request_id="bye", final=True)
     first, again = await client.submit(request), await client.submit(request)
     assert again.accepted.replayed
@@ -112,7 +112,8 @@ async def test_a_restarted_service_reuses_what_kvd_kept(tiny_model, short_dir, o
             async with service.client() as client:
                 await wait_kvd_state(client, "attached")
                 await talk(client, "kept", 2)
-                # The answer does not wait for its save: a turn that loads proves that it is over.
+                # The answer does not wait for its save: a later turn that loads proves that it has
+                # ended.
                 await client.submit(turn_request("Third ", "kept", sampling=GREEDY))
             await service.kill()
             await service.start()
@@ -125,8 +126,8 @@ async def test_a_restarted_service_reuses_what_kvd_kept(tiny_model, short_dir, o
             await service.stop()
 
 
-async def test_kvd_may_come_late_go_and_come_back(tiny_model, short_dir, oracle):
-    """Without kvd turns are recomputed and say so; the service attaches by itself when it can."""
+async def test_a_service_follows_kvds_starts_and_stops(tiny_model, short_dir, oracle):
+    """Without kvd turns are recomputed with that reason; the service attaches when kvd runs."""
     kvd = KvdProcess(short_dir / "kvd", TIERS)
     async with (
         InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,

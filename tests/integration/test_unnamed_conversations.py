@@ -1,17 +1,18 @@
-"""Conversations that no client names go on at any of the servers that share a store."""
+"""Conversations without a client's name continue at any of the servers that share a store."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from shared.types.session_key import SessionKey
-from tests.examples.moving import pushed_tokens
+from tests.examples.moving import num_pushed_tokens
 from tests.examples.pairs import Pair, check_identical
 from tests.http_api.conftest import MODEL
 from tests.http_api.test_listening import local_client
 from tests.kvd_polling import eventually, sessions_of
 
 LENGTH = 6
-SAID = "Keys and values are kept, so that they need not be computed again. " * 4  # over a block
+# more than a block
+SAID = "Keys and values are kept, so that they need not be computed again. " * 4
 SETTINGS = """
 [openai]
 listen = "unix:{socket}"
@@ -32,12 +33,12 @@ class Server(Pair):
         super().__init__(f"server-{number}", model, directory, ["--config", str(settings)], store)
 
     async def num_turns(self, session_id):
-        """Turns of a session as this server has it; None: it has none."""
+        """Return this server's number of turns of a session; None: it has no such session."""
         found = await self.session(session_id)
         return found and found.turns
 
     async def until_sessions(self, number):
-        """Return when this server has so many sessions itself."""
+        """Return when this server itself has so many sessions."""
 
         async def num_files():
             return len(list(self._sessions.glob("*.jsonl")))
@@ -45,7 +46,7 @@ class Server(Pair):
         await eventually(num_files, number)
 
     async def until_caught_up(self):
-        """Return when the store has all that this server has."""
+        """Return when the store has everything of this server."""
 
         async def num_behind():
             return len(list(self._sessions.glob("*.behind")))
@@ -54,12 +55,12 @@ class Server(Pair):
 
 
 class Talk:
-    """A conversation; its client sends all of it, and has no name for it.
+    """A conversation; its client sends all of it each time, without a name.
 
     Attributes:
-        session_id: of the session that has answered last.
-        num_tokens: of the context that could have KV.
-        recomputed: tokens of history that the last turn has computed anew.
+        session_id: the session that answered last.
+        num_tokens: tokens of the context that could have KV.
+        recomputed: tokens of history that the last turn recomputed.
     """
 
     def __init__(self, name, messages=(), num_tokens=0):
@@ -68,7 +69,7 @@ class Talk:
         self.num_tokens = num_tokens
 
     async def ask(self, server):
-        """Ask on, at a server; returns the answer's text."""
+        """Ask the next question at a server; return the answer's text."""
         text = f"{self._name}, {len(self._messages)}: {SAID}"
         said = [*self._messages, {"role": "user", "content": text}]
         async with local_client(server.socket).with_options(max_retries=0) as client:
@@ -83,13 +84,13 @@ class Talk:
         return text
 
     def copy(self, name):
-        """The same conversation, which goes on otherwise."""
+        """Copy the conversation, so that it can continue differently."""
         return Talk(name, self._messages, self.num_tokens)
 
 
 @asynccontextmanager
 async def running(model, directory, *max_sessions, more=""):
-    """Servers with such bounds and more settings, and the directory of their store."""
+    """Run servers with such bounds and settings; yield them with the directory of their store."""
     store = directory / "store"
     async with AsyncExitStack() as stack:
         servers = []
@@ -111,19 +112,20 @@ async def until_pushed(store, talk, server):
             named = info.session
             if (named.session_id, info.num_tokens) == tale:
                 key = SessionKey(named.tenant, named.model, named.session_id)
-                return await pushed_tokens(store, key) == info.num_tokens
+                return await num_pushed_tokens(store, key) == info.num_tokens
         return False
 
     await eventually(is_there, wanted=True)
 
 
-async def test_nothing_is_computed_anew_wherever_a_conversation_goes_on(
+async def test_a_conversation_continues_anywhere_without_recomputation(
     tiny_model, short_dir, oracle
 ):
-    """Back and forth, also past a server that is lost; each answer is that of recomputation."""
+    """It goes back and forth, also past a lost server; each answer equals recomputation."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, store):
         talk = Talk("a tale")
-        for server in (second, first):  # once its kvd has had an answer of its follower turns wait
+        # once its kvd has had an answer from its follower turns wait
+        for server in (second, first):
             await talk.copy(server.name).ask(server)
         await talk.ask(first)
         names = {talk.session_id}
@@ -141,8 +143,8 @@ async def test_nothing_is_computed_anew_wherever_a_conversation_goes_on(
         await check_identical({second.name: second}, oracle, names)
 
 
-async def test_two_at_once_are_both_answered(tiny_model, short_dir, oracle):
-    """Each goes on, wherever it comes; of two that part one is in a session of its own."""
+async def test_two_simultaneous_turns_are_both_answered(tiny_model, short_dir, oracle):
+    """Each continues, wherever it runs; if they differ one of them gets its own session."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, _):
         talk = Talk("a tale")
         await talk.ask(first)
@@ -156,8 +158,8 @@ async def test_two_at_once_are_both_answered(tiny_model, short_dir, oracle):
             await check_identical({first.name: first}, oracle, [one.session_id])
 
 
-async def test_a_store_that_is_silent_costs_no_turn(tiny_model, short_dir):
-    """What is here goes on, the rest is computed; then all is as it was."""
+async def test_a_silent_store_fails_no_turn(tiny_model, short_dir):
+    """Local history is used, the rest is recomputed; later everything is as before."""
     async with running(tiny_model, short_dir, 100, 100) as (first, second, store):
         talk, other = Talk("a tale"), Talk("another tale")
         for one in (talk, other):
@@ -180,8 +182,8 @@ async def test_a_store_that_is_silent_costs_no_turn(tiny_model, short_dir):
         assert await second.num_turns(session_id) == 3
 
 
-async def test_what_one_server_lets_go_goes_on_at_another(tiny_model, short_dir):
-    """It has room for one conversation; each of two goes on all the same, and is gone at last."""
+async def test_sessions_that_one_server_evicts_continue_at_another(tiny_model, short_dir):
+    """It has room for one conversation; both continue all the same, and are removed at last."""
     async with running(tiny_model, short_dir, 100, 1) as (first, second, _):
         talk = Talk("a tale")
         for server in (first, second, first):

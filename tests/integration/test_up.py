@@ -38,13 +38,13 @@ with warm_children(WarmPython(lent=kvd), WarmPython(lent=service)):
 
 
 def own_address():
-    """An address that no other test process has: the loopback has 16 million."""
+    """Return an address that no other test process has: the loopback has 16 million."""
     pid = os.getpid()
     return f"127.{1 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}:8000"
 
 
 async def spawn(directory, *flags, is_forking=False):
-    """Start `inference-svc up`, from a directory with a module that is none of its own."""
+    """Start `inference-svc up` in a directory with a module of a standard name."""
     program, lent = PROGRAM, ()
     if is_forking:
         lent = (KVD.lent(), SERVICE.lent())
@@ -63,8 +63,8 @@ async def spawn(directory, *flags, is_forking=False):
     )
 
 
-async def refused(directory, *flags):
-    """Its exit code and its lines on stderr, when it does not start."""
+async def start_refused(directory, *flags):
+    """Return the exit code and the lines on stderr of a start that is refused."""
     process = await spawn(directory, *flags)
     async with asyncio.timeout(DEADLINE_S):
         _, stderr = await process.communicate()
@@ -72,8 +72,8 @@ async def refused(directory, *flags):
     return process.returncode, stderr.decode().splitlines()
 
 
-def forked():
-    """All that are forked for anybody, by what they are."""
+def forked_processes():
+    """Return all processes that were forked for the test, by role."""
     forking = {"kvd": KVD, "inference_svc.cli.main": SERVICE}
     for warm in forking.values():
         warm.lent()  # now it is there
@@ -83,7 +83,7 @@ def forked():
 
 
 def has_ended(child):
-    """Whoever forked it may not have heard of it yet."""
+    """Return whether a process has ended; its parent may not have collected it yet."""
     try:
         return child.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -92,8 +92,8 @@ def has_ended(child):
 
 @asynccontextmanager
 async def up(directory, *flags, is_forking):
-    """A running one, what it has said, and its two children."""
-    before = forked() if is_forking else {}
+    """Run one; yield it with its output, and its two children."""
+    before = forked_processes() if is_forking else {}
     process = await spawn(directory, *flags, is_forking=is_forking)
     children = {}
     try:
@@ -101,7 +101,7 @@ async def up(directory, *flags, is_forking):
             said = (await process.stdout.readuntil(b"kvd ls --runtime-dir ")).decode()
         own = psutil.Process(process.pid).children()
         children = {child.cmdline()[3]: child for child in own}
-        for name, processes in forked().items() if is_forking else ():
+        for name, processes in forked_processes().items() if is_forking else ():
             (children[name],) = processes - before[name]
         yield process, said, children
         async with asyncio.timeout(DEADLINE_S):
@@ -116,7 +116,7 @@ async def up(directory, *flags, is_forking):
 
 
 async def next_turn(address, messages):
-    """Have the official client, which has no account, go on with a conversation."""
+    """Continue a conversation with the official client, which has no API key."""
     async with AsyncOpenAI(
         base_url=f"http://{address}/v1", api_key="sk-none", max_retries=0
     ) as client:
@@ -133,7 +133,7 @@ async def next_turn(address, messages):
 
 
 def when(directory, name, event):
-    """The time of an event, as the log of one of them has it."""
+    """Return the time of an event in the log of one of them."""
     lines = (directory / "state" / f"{name}.log").read_text().splitlines()
     (line,) = [line for line in lines if f"] {event} " in f"{line} "]
     return line.partition(" [")[0]
@@ -144,8 +144,8 @@ def when(directory, name, event):
     [True, pytest.param(False, marks=pytest.mark.long)],
     ids=["forked", "as a developer starts it"],
 )
-async def test_conversations_go_on_where_they_were(short_dir, is_forking):
-    """Over turns, and over a restart; both end in order, whoever else wants to begin is told."""
+async def test_conversations_continue_over_a_restart(short_dir, is_forking):
+    """Both processes end in order, and a second start is refused with a reason."""
     address, messages = own_address(), list(OPENING)
     flags = ("--openai", address)
     async with up(short_dir, *flags, is_forking=is_forking) as (process, said, _):
@@ -156,12 +156,14 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
         assert first.prompt_tokens_details.cached_tokens == 0
         assert second.prompt_tokens_details.cached_tokens >= first.prompt_tokens
 
-        code, lines = await refused(short_dir / "other", "--state-dir", str(short_dir / "state"))
+        code, lines = await start_refused(
+            short_dir / "other", "--state-dir", str(short_dir / "state")
+        )
         assert (code, len(lines)) == (78, 1)
         assert f"another `inference-svc up` uses the state directory {short_dir}" in lines[0]
         assert "give another directory with --state-dir" in lines[0]
 
-        code, lines = await refused(short_dir / "third", "--openai", address)
+        code, lines = await start_refused(short_dir / "third", "--openai", address)
         assert (code, len(lines)) == (78, 1)
         assert lines[0].startswith(f"inference-svc: cannot listen on {address} (")
         assert lines[0].endswith("choose a free address of this machine")
@@ -182,8 +184,8 @@ async def test_conversations_go_on_where_they_were(short_dir, is_forking):
     assert line.endswith(f"read its log, {short_dir}/state/kvd.log")
 
 
-async def test_sigterm_while_it_starts_ends_both(short_dir):
-    """Without an error: somebody has asked for it."""
+async def test_sigterm_during_the_start_ends_both(short_dir):
+    """There is no error: the end was requested."""
     process = await spawn(short_dir, "--openai", own_address())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -214,15 +216,15 @@ async def test_sigterm_while_it_starts_ends_both(short_dir):
     ],
     ids=lambda one: one[0] if isinstance(one, tuple) else None,
 )
-async def test_what_is_refused(short_dir, flags, code, said):
-    """In one line of whoever refuses it, with its exit code; the other one does not stay."""
-    found, lines = await refused(short_dir, "--openai", own_address(), *flags)
+async def test_refused_starts(short_dir, flags, code, said):
+    """One line of the refusing process, with its exit code; the other one does not stay."""
+    found, lines = await start_refused(short_dir, "--openai", own_address(), *flags)
     assert (found, len(lines)) == (code, 1), lines
     assert re.fullmatch(said, lines[0])
 
 
-def test_a_socket_is_shown_with_the_curl_that_reaches_it(tmp_path):
-    """In words that a shell takes apart as they were meant."""
+def test_the_curl_command_for_a_socket_works(tmp_path):
+    """A shell splits it into the intended words."""
     path = tmp_path / "a b" / "it's.sock"
     shown = ready_text("it's", [f"unix:{path}"], "unix:/run/g", tmp_path, tmp_path)
     assert f"  OpenAI's API  unix:{path}" in shown

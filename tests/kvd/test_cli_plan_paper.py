@@ -27,8 +27,8 @@ async def test_the_papers_figures_in_one_command(tmp_path: Path) -> None:
     assert "for a first look" in stdout
 
 
-async def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is said before anything is replayed, in one line."""
+async def test_an_unwritable_document_is_reported(tmp_path: Path) -> None:
+    """Before any replay, in one line."""
     where = str(tmp_path / "nowhere" / "paper.json")
     code, _, stderr = await run_cli("plan", "--paper", "--json", where)
     assert code == 78

@@ -1,4 +1,4 @@
-"""Tables of the command line, and what `kvd verify` makes of a report."""
+"""Tables of the command line, and the result of `kvd verify`."""
 
 import io
 from datetime import datetime
@@ -29,13 +29,13 @@ def _session(**facts):
 @pytest.mark.parametrize(
     ("dram_bytes", "word"), [(100, "hot"), (50, "warm"), (0, "cold")]
 )  # fmt: skip
-def test_how_fast_a_session_loads(dram_bytes, word):
-    """All in DRAM is hot, a part warm, none cold."""
+def test_the_load_speed_of_a_session(dram_bytes, word):
+    """All in DRAM is hot, some warm, none cold."""
     assert views.temperature(_session(dram_bytes=dram_bytes)) == word
 
 
 def test_pins_and_ttl_of_a_session_are_shown():
-    """Hard and soft pins have different words, and the TTL says whose it is."""
+    """Hard and soft pins have different words, and the TTL has its source."""
     soft = _session(pin=kvd_pb2.PIN_SOFT, ttl_source=kvd_pb2.TTL_SOURCE_TENANT)
     hard = _session(pin=kvd_pb2.PIN_HARD, ttl_source=kvd_pb2.TTL_SOURCE_SESSION)
     shown = [_text(session_views.session_table(info)) for info in (soft, hard)]
@@ -46,8 +46,8 @@ def test_pins_and_ttl_of_a_session_are_shown():
     assert "its own" in shown[1]
 
 
-def test_copies_of_a_block_are_shown():
-    """Where it is, and what is still to be done with it."""
+def test_places_of_a_block_are_shown():
+    """Its tiers, and its pending operations."""
     blocks = (
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM], dirty=True, verified=True),
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM, kvd_pb2.TIER_SSD], hashed=True),
@@ -59,8 +59,8 @@ def test_copies_of_a_block_are_shown():
     assert third.rstrip().endswith(" ssd")
 
 
-def test_a_quarantined_lease_stands_out():
-    """The table says who holds it, what that process does, and that it is quarantined."""
+def test_a_quarantined_lease_is_marked():
+    """The table has its holder, the state of that process, and that it is quarantined."""
     lease = kvd_pb2.LeaseInfo(
         lease_id=5,
         kind=kvd_pb2.LEASE_KIND_STORE,
@@ -75,12 +75,12 @@ def test_a_quarantined_lease_stands_out():
 
 
 def test_stats_without_any_layout():
-    """A kvd that has never seen an engine has tables too."""
+    """A kvd that has never seen an engine has tables, too."""
     assert "kvd 1" in _text(*stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1"), 200))
 
 
 def test_stats_show_the_largest_tenants():
-    """Of very many tenants only the largest are shown, with what they may have."""
+    """Of very many tenants only the largest are shown, with their quotas."""
     tenants = [
         kvd_pb2.TenantStats(tenant=f"t{number}", used_bytes=number, has_quota=bool(number % 2))
         for number in range(100)
@@ -92,15 +92,15 @@ def test_stats_show_the_largest_tenants():
     assert "20 of 100" in text
 
 
-def test_stats_show_what_a_store_bills():
-    """Bytes each way, and requests of each kind, since the follower began."""
+def test_stats_show_the_stores_bill():
+    """Bytes in each direction, and requests of each kind, since the follower began."""
     text = _text(tiers.remote_line(FOLLOWER, FOLLOWER.started_unix_s + 3600))
     assert "1h ago" in text
     assert "115.0 GB sent, 9.2 GB received; 11,602 requests: 2,345 find, 3,456 get" in text
 
 
-def test_stats_show_what_was_read_ahead():
-    """Of each layout, with what became of it."""
+def test_stats_show_reads_ahead():
+    """Of each layout, with their use."""
     counters = {
         "ssd_read_bytes": 3 << 20,
         "ssd_written_bytes": 5 << 20,
@@ -117,7 +117,7 @@ def test_stats_show_what_was_read_ahead():
 
 
 def test_an_event_is_a_line():
-    """Date, time and zone are always there; the tenant if it is not the default one."""
+    """Date, time and zone are always present; the tenant if it is not the default one."""
     key = kvd_pb2.SessionKey(tenant="acme", session_id="a")
     event = kvd_pb2.Event(unix_s=1e9, name="session_cut", session=key, fields={"num_tokens": "3"})
     day, clock, *rest = events.event_line(event).split()
@@ -128,15 +128,15 @@ def test_an_event_is_a_line():
     assert events.event_line(kvd_pb2.Event(name="restored")).split()[2:] == ["restored", "-"]
 
 
-def test_an_event_s_numbers_are_numbers():
-    """In JSON; a key of digits is none."""
+def test_an_events_numbers_are_numbers():
+    """In JSON; a key of digits stays text."""
     fields = {"num_tokens": "3", "why": "full", "block": "12", "layout": "34"}
     document = events.event_document(kvd_pb2.Event(name="session_cut", fields=fields))
     assert document["fields"] == {**fields, "num_tokens": 3}
 
 
-def test_what_was_counted_between_two_looks():
-    """By kvd's own clock; after a restart everything since that."""
+def test_rates_between_two_samples():
+    """By kvd's own clock; after a restart since the start."""
 
     def look(pid, uptime_s, **counters):
         layout = kvd_pb2.LayoutStats(layout="ff", counters=counters)
@@ -184,8 +184,8 @@ def _report(dram_corrupt=0, ssd_corrupt=0, repaired=0, lost=0, errors=0):
         (_report(errors=1), True, UnverifiedError, "again"),
     ],
 )
-def test_what_a_verification_fails_for(report, repair, error, remedy):
-    """Exit 1 for what was found and not replaced, and for what could not be read."""
+def test_what_makes_a_verification_fail(report, repair, error, remedy):
+    """Exit 1 for corrupt copies that were not replaced, and for read errors."""
     with pytest.raises(error) as raised:
         tiers.check_report(report, repair=repair)
     assert raised.value.exit_code == 1
@@ -195,6 +195,6 @@ def test_what_a_verification_fails_for(report, repair, error, remedy):
 @pytest.mark.parametrize(
     ("report", "repair"), [(_report(), False), (_report(ssd_corrupt=2, repaired=2), True)]
 )
-def test_what_a_verification_passes_with(report, repair):
-    """Exit 0 when nothing is wrong, or nothing any more."""
+def test_what_makes_a_verification_pass(report, repair):
+    """Exit 0 when no copy is wrong, or none any more."""
     tiers.check_report(report, repair=repair)

@@ -33,13 +33,13 @@ def _load(tmp_path: Path, text: str) -> Settings:
 
 
 def test_the_shipped_file_sets_every_key():
-    """systemd/kvd.toml is the reference: it parses, and no key is missing from it."""
+    """systemd/kvd.toml is the reference: it parses, and has every key."""
     loaded = load_settings(Settings, SHIPPED, ENV_PREFIX, {}, {})
     assert set(loaded.provenance.values()) == {"file"}
 
 
 def test_the_shipped_file_holds_the_defaults():
-    """Each value there is the default, but for the directories of the system service."""
+    """Each value is the default, except the directories of the system service."""
     shipped = load_settings(Settings, SHIPPED, ENV_PREFIX, {}, {}).settings.model_dump()
     defaults = load_settings(Settings, None, ENV_PREFIX, {}, {}).settings.model_dump()
     for directory in ("runtime_dir", "state_dir"):
@@ -49,7 +49,7 @@ def test_the_shipped_file_holds_the_defaults():
 
 
 def test_the_shipped_file_explains_every_key():
-    """A comment stands before each key, or before the group of lines it belongs to."""
+    """Before each key, or the group of lines it belongs to, there is a comment."""
     lines = SHIPPED.read_text().splitlines()
     for number, line in enumerate(lines):
         if "=" in line and (EXAMPLE_LINE.match(line) or not line.startswith("#")):
@@ -58,8 +58,8 @@ def test_the_shipped_file_explains_every_key():
     assert set(tomllib.loads(_with_examples())) == set(Settings.model_fields)
 
 
-def test_the_shipped_examples_hold_every_key_of_tables_by_name(tmp_path):
-    """Tables by name are commented out; in force they load, and no key is missing."""
+def test_the_shipped_examples_have_every_key_of_named_tables(tmp_path):
+    """They are commented out; in force they load, and have every key."""
     settings = _load(tmp_path, _with_examples())
     (tenant,), (layout,) = settings.tenants.values(), settings.layouts.values()
     assert tenant.model_fields_set == set(TenantSettings.model_fields)
@@ -70,7 +70,7 @@ def test_the_shipped_examples_hold_every_key_of_tables_by_name(tmp_path):
 
 
 def test_a_tenants_own_values(tmp_path):
-    """What a tenant's table gives holds for it, "never" and "none" too; the rest is the default."""
+    """A tenant's table applies to it, "never" and "none" too; the rest is the default."""
     settings = _load(
         tmp_path,
         '[sessions]\ndefault_quota = "1GB"\n[tenants.a]\nttl = "1h"\n'
@@ -83,8 +83,8 @@ def test_a_tenants_own_values(tmp_path):
     assert quotas == [1 << 30, None, 0, 1 << 30]
 
 
-def test_a_tenants_own_bound_of_retentions(tmp_path):
-    """Longer than that of all, or none at all; else that of all holds."""
+def test_a_tenants_own_bound_on_retention(tmp_path):
+    """Longer than the general one, or none; otherwise the general one applies."""
     text = '[tenants.a]\nmax_retention = "24h"\n[tenants.b]\nmax_retention = 0\n[tenants.c]\n'
     settings = _load(tmp_path, text)
     bounds_ns = [settings.tenant_retention_ns(tenant) for tenant in ("a", "b", "c", "else")]
@@ -93,7 +93,7 @@ def test_a_tenants_own_bound_of_retentions(tmp_path):
 
 
 def test_a_layouts_own_budgets(tmp_path):
-    """The longest prefix of a layout's model or fingerprint gives its budgets; others have none."""
+    """The longest prefix of a layout's model or fingerprint gives its budgets."""
     layout, other = small_layout(), small_layout(model="ee" * 16)
     text = f'[layouts.{layout.model[:4]}]\ndram = "1MB"\n[layouts.{layout.model}]\nssd = "2MB"\n'
     settings = _load(tmp_path, text)
@@ -104,7 +104,7 @@ def test_a_layouts_own_budgets(tmp_path):
 
 
 def test_names_of_tables_are_checked(tmp_path):
-    """A tenant that cannot be, and a prefix that is not hexadecimal, refuse the start."""
+    """An invalid tenant, and a prefix that is not hexadecimal, refuse the start."""
     text = "[tenants.'no tenant']\nquota = 1\n[layouts.XYZ]\nssd = 0\n[tenants.ok]\ncolour = 1\n"
     with pytest.raises(InvalidSettingsError) as error:
         _load(tmp_path, text)
@@ -113,7 +113,7 @@ def test_names_of_tables_are_checked(tmp_path):
 
 
 def _with_examples() -> str:
-    """The shipped file with its commented-out settings in force."""
+    """Return the shipped file with its commented-out settings in force."""
     lines = SHIPPED.read_text().splitlines()
     return "\n".join(line[1:] if EXAMPLE_LINE.match(line) else line for line in lines)
 
@@ -146,16 +146,16 @@ def _with_examples() -> str:
         ("log.level", "loud", "'debug', 'info'"),
     ],
 )
-def test_bad_values_name_what_is_accepted(key, value, accepted):
-    """A value that cannot be is refused with its key, itself and what may stand there."""
+def test_bad_values_are_reported_with_the_accepted_ones(key, value, accepted):
+    """With the key and the value."""
     with pytest.raises(InvalidSettingsError) as error:
         load(None, {key: value})
     for part in (key, value, accepted):
         assert part in str(error.value)
 
 
-def test_ports_in_a_list(tmp_path):
-    """A list or one address; each is to be guarded, whatever stands before it."""
+def test_several_ports(tmp_path):
+    """A list or one address; each needs authentication, whatever its scheme."""
     path = tmp_path / "kvd.toml"
     client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
 
@@ -171,7 +171,7 @@ def test_ports_in_a_list(tmp_path):
 
 
 def test_more_than_the_machine_has_is_refused(tmp_path, capsys):
-    """`config check` has a line for each size that cannot be, layouts' own included."""
+    """`config check` has a line for each impossible size, layouts' own included."""
     path = tmp_path / "kvd.toml"
     path.write_text(
         f'state_dir = "{tmp_path}"\n[dram]\nbytes = "999TB"\n[ssd]\nbytes = "999TB"\n'
@@ -188,7 +188,7 @@ def test_more_than_the_machine_has_is_refused(tmp_path, capsys):
 
 
 def test_a_mistyped_variable_is_refused(monkeypatch):
-    """One underscore or letter off, it would count for nothing; the options' own may be there."""
+    """With one wrong letter or underscore it would be ignored; those of options are allowed."""
     monkeypatch.setenv("KVD_TLS_KEY_FILE", "key.pem")
     load(None, {})
     monkeypatch.setenv("KVD_RUNTIME_DRI", "/run/other")
@@ -196,8 +196,8 @@ def test_a_mistyped_variable_is_refused(monkeypatch):
         load(None, {})
 
 
-def test_what_a_client_or_a_user_cannot_be(tmp_path):
-    """What is no digest is not repeated; an unknown user and half of TLS are named."""
+def test_invalid_clients_and_users(tmp_path):
+    """A wrong digest is not printed; an unknown user and half of TLS are named."""
     text = (
         '[clients.a]\ntenants = ["*"]\ntoken_sha256 = ["kvt_oops"]\n[clients.b]\ntenants = ["x"]\n'
         '[engine_users.nobody-here]\ntenants = ["a"]\n[tls]\nkey = "key.pem"\n'
@@ -215,8 +215,8 @@ def test_what_a_client_or_a_user_cannot_be(tmp_path):
     assert "oops" not in str(error.value)
 
 
-def test_users_are_known_by_name_and_number(tmp_path):
-    """Both say whose engines may attach, and of which tenants."""
+def test_users_are_given_by_name_or_number(tmp_path):
+    """Both forms say whose engines may attach, and for which tenants."""
     text = (
         '[access]\nallowed_uids = [1001, "root"]\n'
         '[engine_users.root]\ntenants = ["a"]\n[engine_users.1002]\ntenants = ["b", "c"]\n'
@@ -226,8 +226,8 @@ def test_users_are_known_by_name_and_number(tmp_path):
     assert settings.engine_tenants() == {0: ("a",), 1002: ("b", "c")}
 
 
-def test_the_shipped_file_says_what_a_reload_changes():
-    """The comment of each key that is live says so, and of no other."""
+def test_the_shipped_file_marks_keys_that_a_reload_changes():
+    """In the comment of each live key, and of no other."""
     section, comment = "", ""
     documented: dict[str, bool] = {}
     before = ""

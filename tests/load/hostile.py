@@ -1,6 +1,6 @@
-"""Clients that mean no good: each does one kind of harm again and again until it is told to stop.
+"""Hostile clients: each does one kind of harm again and again until it is stopped.
 
-What each gets is exactly what it has coming; anything else is an AssertionError, and ends the load.
+Each gets exactly the expected refusals; anything else is an AssertionError, and ends the load.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from shared.types.errors import (
 )
 from tests.pair import VOCAB_SIZE
 
-MAX_MESSAGE_BYTES = 65536  # of the service under load: the least there may be
-FLOOD = "flood"  # the tenant that asks for more than it may
+MAX_MESSAGE_BYTES = 65536  # of the service under load: the smallest possible
+FLOOD = "flood"  # the tenant that exceeds its limits
 PAUSE_S = 0.01  # between two tries of one client: the load is many clients, not a busy loop
 HOLD_S = 1.0  # how long one that holds something holds it
 SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
@@ -30,10 +30,11 @@ LONG = pb.Sampling(max_tokens=200, ignore_eos=True)
 
 
 class HostileClient:
-    """Base: a client with a seed, and what it has seen.
+    """Base: a client with a seed, and a record of its results.
 
     Attributes:
-        seen: reasons of refusals, and what else happened.
+
+    seen: reasons of refusals, and other events.
     """
 
     def __init__(self, client: InferenceClient, number: int) -> None:
@@ -43,17 +44,17 @@ class HostileClient:
         self._random = random.Random(number)  # noqa: S311  # test data
 
     async def harass(self, stop: asyncio.Event) -> None:
-        """Go on until told to stop."""
+        """Repeat the harm until stopped."""
         while not stop.is_set():
             await self.harm()
             await asyncio.sleep(PAUSE_S)
 
     async def harm(self) -> None:
-        """Do it once."""
+        """Do the harm once."""
         raise NotImplementedError
 
     async def _submit(self, request: pb.SubmitTurnRequest) -> None:
-        """Run a turn; what it is refused with is counted."""
+        """Run a turn, and count the reason of its refusal."""
         try:
             await self._client.submit(request)
             self.seen["answered"] += 1
@@ -66,10 +67,10 @@ class HostileClient:
 
 
 class Malformed(HostileClient):
-    """Sends what cannot be."""
+    """Sends malformed requests."""
 
     async def harm(self) -> None:
-        """One of many."""
+        """Send one of many kinds."""
         bad = [
             turn_request([5_000_000], self._name, sampling=SHORT),
             turn_request("", self._name),
@@ -79,18 +80,16 @@ class Malformed(HostileClient):
             turn_request("Hi", self._name, deadline_s=float("nan")),
             turn_request("Hi", self._name, overflow=pb.Overflow(policy="none of these")),
         ]
-        with suppress(
-            InvalidInputError, ExhaustedError
-        ):  # some are looked at when their turn comes
+        with suppress(InvalidInputError, ExhaustedError):  # some are checked when their turn comes
             await self._submit(self._random.choice(bad))
             raise AssertionError("it was taken")
 
 
 class Stranger(HostileClient):
-    """Names a tenant that is not its own, and sessions that others have."""
+    """Names a tenant that is not its own, and sessions of others."""
 
     async def harm(self) -> None:
-        """Any call."""
+        """Send any call."""
         name = f"s-{self._random.randrange(1000)}"
         call = self._random.choice(
             (
@@ -113,10 +112,10 @@ class Stranger(HostileClient):
 
 
 class Oversized(HostileClient):
-    """Sends more than a message may be."""
+    """Sends messages over the size limit."""
 
     async def harm(self) -> None:
-        """Half of them just above the bound."""
+        """Send one; half of them are just above the limit."""
         num_bytes = MAX_MESSAGE_BYTES * self._random.choice((1, 1, 8, 64))
         with suppress(InvalidInputError):
             await self._submit(turn_request("x" * num_bytes, self._name))
@@ -127,10 +126,10 @@ class Fickle(HostileClient):
     """Begins long turns and drops them, or has them cancelled."""
 
     async def harm(self) -> None:
-        """One turn, left somewhere."""
+        """Begin one turn, and leave it at some point."""
         request = turn_request(self._tokens(60), self._name, sampling=LONG)
         num_left = self._random.choice((1, 2, 3, 8))
-        with suppress(ExhaustedError, ConflictError):  # the one before is being stopped still
+        with suppress(ExhaustedError, ConflictError):  # the previous one is still being stopped
             async with aclosing(self._client.stream_turn(request)) as events:
                 async for event in events:
                     num_left -= 1
@@ -138,16 +137,16 @@ class Fickle(HostileClient):
                         self.seen["left"] += 1
                         return
                     if not num_left:
-                        with suppress(NotFoundError):  # it is over
+                        with suppress(NotFoundError):  # it has ended
                             self.seen["cancelled"] += await self._client.cancel(self._name)
                     assert event.WhichOneof("event")
 
 
 class SlowReader(HostileClient):
-    """Takes an event now and then, and holds its turn's messages meanwhile."""
+    """Reads an event now and then, and thereby holds its turn's messages."""
 
     async def harm(self) -> None:
-        """One turn, read at its own pace, and left unread."""
+        """Read one turn slowly, and leave it unread."""
         name = f"{self._name}-{self.seen['read']}"
         request = turn_request(self._tokens(20), name, sampling=LONG)
         with suppress(ExhaustedError):
@@ -160,10 +159,10 @@ class SlowReader(HostileClient):
 
 
 class Flooder(HostileClient):
-    """Asks for more than its tenant may, and never waits as it is told to."""
+    """Exceeds its tenant's limits, and ignores all hints to wait."""
 
     async def harm(self) -> None:
-        """Several at once."""
+        """Send several turns at once."""
         requests = [
             turn_request(
                 self._tokens(20), f"{self._name}-{number}", tenant=FLOOD, sampling=SHORT, wait=True
@@ -177,7 +176,7 @@ class Flooder(HostileClient):
 
 
 class HalfOpen(HostileClient):
-    """Connects to the socket, says part of something, and stays."""
+    """Connects to the socket, sends part of a request, and stays."""
 
     BEGINNINGS: ClassVar = (
         b"",
@@ -188,7 +187,7 @@ class HalfOpen(HostileClient):
     )
 
     async def harm(self) -> None:
-        """One connection; the service may well close it."""
+        """Hold one connection; the service may close it."""
         path = self._client.address.removeprefix("unix:")
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(self._random.choice(self.BEGINNINGS))
@@ -204,7 +203,7 @@ class HalfOpen(HostileClient):
 
 
 KINDS = (Malformed, Stranger, Oversized, Fickle, SlowReader, Flooder, HalfOpen)
-EXPECTED = {  # what has to happen to each kind at least once, for the load to be one
+EXPECTED = {  # each kind must happen at least once, for the load to count
     Malformed: "invalid_input",
     Stranger: "tenant_denied",
     Oversized: "message_too_large",

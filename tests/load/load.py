@@ -1,7 +1,7 @@
-"""Many clients at once against the real pair, good ones and hostile ones, while kvd is killed.
+"""Many clients at once against the real pair, good and hostile, while kvd is killed.
 
-A good client is the shipped one, and patient: it comes back when it was told to. Whatever else one
-of its turns ends with has failed, and with it the load.
+A good client is the shipped one, and patient: it retries when the hint says so. If any of its turns
+ends otherwise, the turn has failed, and the load with it.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from tests.pair import SLOT_BYTES, VOCAB_SIZE, until
 from tests.processes import KvdProcess
 
 NUM_TENANTS = 8
-HOSTILE_SHARE = 5  # one client in so many is hostile
+HOSTILE_SHARE = 5  # one client in this many is hostile
 MAX_SESSION_TOKENS = 800  # then the client opens another session: nothing overflows
-MAX_TURNS = 48  # under way at once: fewer than there are clients, so that some are refused
+MAX_TURNS = 48  # running at once: fewer than there are clients, so that some are refused
 TURN_S = 600.0
 MIN_KILLS = 2
 RELOAD_S = 7.0  # between two reloads of the service's settings
@@ -51,13 +51,17 @@ turns_per_minute = %(flood_turns)d
 
 @dataclass(frozen=True)
 class LoadShape:
-    """How much of everything.
+    """The size of everything.
 
     Attributes:
-        num_clients: all of them together.
-        seconds: how long they go on, at least.
-        kill_s: between two kills of kvd.
-        num_judged: sessions that are compared with recomputation.
+
+    num_clients: all of them together.
+
+    seconds: least duration.
+
+    kill_s: between two kills of kvd.
+
+    num_judged: sessions that are compared with recomputation.
     """
 
     num_clients: int
@@ -70,9 +74,12 @@ class GoodClient:
     """Has one conversation after another, patiently.
 
     Attributes:
-        seen: reasons of refusals that it waited out, and turns that were answered.
-        answers: of each of its sessions, in order.
-        failed: what its turns ended with, if not with an answer.
+
+    seen: reasons of refusals that it waited out, and answered turns.
+
+    answers: of each of its sessions, in order.
+
+    failed: what its turns ended with, if not with an answer.
     """
 
     def __init__(self, client: InferenceClient, number: int) -> None:
@@ -85,7 +92,7 @@ class GoodClient:
         self._random = random.Random(number)  # noqa: S311  # test data
 
     async def converse(self, stop: asyncio.Event) -> None:
-        """Go on until told to stop; the turn under way is waited for."""
+        """Converse until stopped; wait for the running turn."""
         num_tokens = 0
         while not stop.is_set():
             if num_tokens == 0:
@@ -96,7 +103,7 @@ class GoodClient:
                 num_tokens = 0
 
     async def _turn(self, session_id: str) -> int:
-        """One turn, to its answer; returns its tokens."""
+        """Run one turn to its end; return the answer's tokens."""
         given = [self._random.randrange(4, VOCAB_SIZE) for _ in range(self._random.randint(8, 90))]
         num_answer = self._random.randint(2, 16)
         sampling = pb.Sampling(max_tokens=num_answer, ignore_eos=True)
@@ -120,8 +127,10 @@ class Load:
     """The pair and its clients.
 
     Attributes:
-        seen: what happened to good clients, all together.
-        harm: what happened to hostile ones, by kind.
+
+    seen: what happened to good clients, all together.
+
+    harm: what happened to hostile ones, by kind.
     """
 
     def __init__(self, model: Path, directory: Path, shape: LoadShape) -> None:
@@ -130,7 +139,7 @@ class Load:
         self._shape = shape
         self._settings = directory / "settings.toml"
         self._write_settings(600)
-        # Little of everything, so that blocks go to SSD and come back.
+        # Little of everything, so that blocks go to SSD and back.
         tiers = ("--dram", str(96 * SLOT_BYTES), "--ssd", str(1000 * EXTENT_BYTES))
         self.kvd = KvdProcess(directory / "kvd", tiers)
         (directory / "svc").mkdir()
@@ -143,7 +152,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Both processes, attached, and the clients' connections."""
+        """Run both processes, attached, and the clients' connections."""
         async with AsyncExitStack() as stack:
             await self.kvd.start()
             stack.push_async_callback(self.kvd.stop)
@@ -159,7 +168,7 @@ class Load:
             yield
 
     async def play(self) -> None:
-        """Everything at once, for as long as wanted, and until all of it has happened."""
+        """Run everything for the given time, and until every kind of event has happened."""
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for good in self._good:
@@ -176,16 +185,16 @@ class Load:
 
     @property
     def failed(self) -> list[str]:
-        """Turns of good clients that ended with anything but their answer."""
+        """Return turns of good clients that ended with anything but their answer."""
         return [failure for good in self._good for failure in good.failed]
 
     @property
     def least(self) -> int:
-        """Turns that the good client with the fewest has had answered."""
+        """Return the smallest number of answered turns of any good client."""
         return min(good.seen["answered"] for good in self._good)
 
     async def differing(self, oracle: Oracle, count: int) -> list[str]:
-        """Of so many sessions, drawn, those that are not what recomputation says."""
+        """Return those of this many drawn sessions that differ from recomputation."""
         sessions = [
             (good.tenant, session_id, answers)
             for good in self._good
@@ -197,7 +206,7 @@ class Load:
             return [name for name in drawn if not await _is_identical(client, oracle, *name)]
 
     async def until_settled(self) -> None:
-        """Return when nothing is under way any more."""
+        """Return when no turn is running."""
         async with self.service.client() as client:
 
             async def is_settled() -> bool:
@@ -209,12 +218,12 @@ class Load:
             await until(is_settled)
 
     async def counters(self) -> dict[str, int]:
-        """Of the service."""
+        """Return counters of the service."""
         async with self.service.client() as client:
             return dict((await client.get_model()).counters)
 
     async def _kill_kvd(self) -> None:
-        """SIGKILL kvd again and again, and start another in its place, until it is enough."""
+        """Kill kvd with SIGKILL again and again, and replace it, until the load is complete."""
         end_s = time.monotonic() + self._shape.seconds
         while time.monotonic() < end_s or not self._is_enough():
             await asyncio.sleep(self._shape.kill_s)
@@ -224,7 +233,7 @@ class Load:
         await self._until_kvd_is("attached")
 
     def _is_enough(self) -> bool:
-        """Whether everything that a load is about has happened, however slow the machine is."""
+        """Whether everything that a load must cause has happened, on a slow machine too."""
         answered = sum(good.seen["answered"] for good in self._good)
         harmed = {type(one) for one in self._hostile if one.seen[EXPECTED[type(one)]]}
         return (
@@ -234,7 +243,7 @@ class Load:
         )
 
     async def _reload(self, stop: asyncio.Event) -> None:
-        """Change the limits of the flood again and again."""
+        """Change the limits of the flooding tenant again and again."""
         while not stop.is_set():
             self._write_settings(random.randint(2, 60))  # noqa: S311  # test data
             self.service.send_signal(signal.SIGHUP)
@@ -250,7 +259,7 @@ class Load:
             await until(is_so)
 
     def _write_settings(self, flood_turns: int) -> None:
-        """As a whole: it may be read at any moment."""
+        """Replace the whole file: it may be read at any moment."""
         written = self._settings.with_suffix(".new")
         written.write_text(SETTINGS % {"flood_turns": flood_turns})
         written.rename(self._settings)
@@ -263,7 +272,7 @@ async def _is_identical(
     session_id: str,
     answers: Sequence[Sequence[int]],
 ) -> bool:
-    """Whether a session is recorded as it was streamed, and is what recomputation says."""
+    """Whether a session is recorded as it was streamed, and equals recomputation."""
     session = await client.get_session(session_id, with_turns=True, tenant=tenant)
     records = session.turn_records
     if [list(record.output_ids) for record in records] != [list(answer) for answer in answers]:

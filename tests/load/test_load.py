@@ -1,4 +1,4 @@
-"""Under load, with kvd killed again and again, and in bad company, every good client is served."""
+"""Under load with kills of kvd and hostile clients, every good client is served."""
 
 import json
 import os
@@ -30,7 +30,7 @@ LONG = LoadShape(CLIENTS, 60 * MINUTES, KILL_S, num_judged=100)
     ],
 )
 async def test_no_turn_fails_under_load(tiny_model, oracle, shape):
-    """Not by kills of kvd, not by a full queue, not by hostile clients; answers stay the same."""
+    """Neither kills of kvd, a full queue nor hostile clients cause failures or other answers."""
     directory = Path(tempfile.mkdtemp(prefix="ca-"))
     load = Load(tiny_model, directory, shape)
     async with load.running():
@@ -51,6 +51,6 @@ async def test_no_turn_fails_under_load(tiny_model, oracle, shape):
 
 
 def errors_of(log_path: Path) -> list[str]:
-    """Lines of a log that ask for somebody's attention."""
+    """Return the lines of a log that need attention."""
     lines = log_path.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if '"level": "error"' in line or "Traceback" in line]

@@ -1,4 +1,4 @@
-"""monitoring/ asks for metrics, labels and values that exist, where they are served."""
+"""monitoring/ queries metrics, labels and values that exist, where they are served."""
 
 import json
 import re
@@ -38,7 +38,7 @@ OF_PROMETHEUS = {"le", "instance", "job"}
 
 
 def selectors(query):
-    """Metric and label matchers, wherever the query selects something."""
+    """Return metrics with their label matchers, for each selector of the query."""
     without_groupings = GROUPING.sub("", query)
     for name, matchers in SELECTOR.findall(without_groupings):
         if name != "up":
@@ -47,7 +47,8 @@ def selectors(query):
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
 def test_metrics_and_labels_exist(query):
-    """A query names metrics of the tables, and labels and values that these have."""
+    """Metrics are in the documented tables, and so are their labels and values."""
+    assert list(selectors(query)) or "up" in query
     for name, matchers in selectors(query):
         assert name in ROWS, f"{name} is no metric"
         row = ROWS[name]
@@ -63,7 +64,7 @@ def test_metrics_and_labels_exist(query):
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_alerts_are_explained(rule):
-    """An alert says how urgent it is, what is the case, and in one sentence what that means."""
+    """An alert has a severity, a summary, and one sentence about its meaning."""
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert rule["annotations"]["summary"]
     description = rule["annotations"]["description"]
@@ -72,13 +73,13 @@ def test_alerts_are_explained(rule):
 
 
 def test_alerts_have_a_remedy():
-    """Each alert has its place in the runbook of docs/operations.md."""
+    """Each alert is in the runbook of docs/operations.md."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert [rule["alert"] for rule in ALERTS if rule["alert"] not in text] == []
 
 
-def test_scraped_where_it_is_served():
-    """Prometheus asks the addresses that the settings' examples name."""
+def test_prometheus_scrapes_the_documented_addresses():
+    """Prometheus scrapes the addresses that the settings' examples name."""
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     assert config["rule_files"] == ["alerts.yml"]
     jobs = {
@@ -94,7 +95,7 @@ def test_scraped_where_it_is_served():
 
 
 def test_the_dashboard_finds_its_data():
-    """Panels have names, units and places of their own, and ask the provisioned data source."""
+    """Panels have distinct names, units and places, and query the provisioned data source."""
     sources = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())
     (source,) = sources["datasources"]
     providers = yaml.safe_load(
@@ -110,8 +111,8 @@ def test_the_dashboard_finds_its_data():
         assert panel["fieldConfig"]["defaults"]["unit"]
 
 
-def test_every_metric_of_a_kind_is_watched():
-    """Whatever goes wrong that is counted as such is on the dashboard or in an alert."""
+def test_every_metric_of_failures_is_watched():
+    """Every counter of failures is on the dashboard or in an alert."""
     asked = {name for query in QUERIES.values() for name, _ in selectors(query)}
     wrong = {name for name in ROWS if re.search(r"error|corrupt|degraded|quarantine|refus", name)}
     same = {"kvd_corrupt_copies_total", "kvd_ssd_refused_blocks_total", "kvd_quarantined_slots"}

@@ -1,4 +1,4 @@
-"""What `make wheel` builds, installed where nothing else is: kvd and clients need no PyTorch."""
+"""The product of `make wheel`, installed alone: kvd and clients need no PyTorch."""
 
 import asyncio
 import os
@@ -20,9 +20,9 @@ INSTALL_S = 1500.0  # from an index, on a machine that may be busy
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The directory of the commands of a wheel without extras, in an environment of its own."""
+    """Return the commands' directory of a wheel without extras, in its own environment."""
     directory = tmp_path_factory.mktemp("wheel")
-    # As it is: the environment that runs this test is not made anew meanwhile.
+    # Unchanged: the environment that runs this test must not be rebuilt meanwhile.
     build = ("make", "--old-file=.venv/.installed", "wheel", f"DIST={directory}")
     subprocess.run(build, cwd=REPOSITORY, check=True, timeout=INSTALL_S)
     (wheel,) = directory.glob("*.whl")
@@ -34,7 +34,7 @@ def programs(tmp_path_factory):
 
 
 def run(programs, program, *arguments):
-    """The result of one of the installed commands, outside of the working tree."""
+    """Run one of the installed commands outside of the working tree; return the result."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [programs / program, *arguments],
@@ -47,15 +47,15 @@ def run(programs, program, *arguments):
     )
 
 
-def test_neither_pytorch_nor_transformers_come_with_it(programs):
-    """The environment is another one than that of the tests, which has both."""
+def test_pytorch_and_transformers_are_not_installed(programs):
+    """The environment is not that of the tests, which has both."""
     found = run(programs, "python", "-c", "import torch")
     assert "No module named 'torch'" in found.stderr
     assert "No module named" in run(programs, "python", "-c", "import transformers").stderr
 
 
-def test_commands_that_ask_nobody(programs):
-    """Both say what they are."""
+def test_commands_without_a_daemon(programs):
+    """Both print what they are."""
     assert run(programs, "kvd", "version").stdout.strip() == __version__
     assert run(programs, "inference-svc", "--version").stdout.strip() == __version__
     assert "install-units" in run(programs, "kvd", "--help").stdout
@@ -63,8 +63,8 @@ def test_commands_that_ask_nobody(programs):
     assert run(programs, "kvd", "config", "check").returncode == 0
 
 
-async def test_a_daemon_starts_and_is_asked(programs, tmp_path):
-    """kvd serves, and `kvd ls` and the client of the inference service find out who is there."""
+async def test_a_daemon_starts_and_answers(programs, tmp_path):
+    """kvd serves, and `kvd ls` and the inference client get its answers."""
     places = ("--runtime-dir", str(tmp_path / "run"), "--state-dir", str(tmp_path / "state"))
     command = (programs / "kvd", "serve", *places, "--dram", "1MB", "--ssd", "4MB")
     environment = {**os.environ, "KVD_DRAM__KEEP": "none"}
@@ -80,7 +80,7 @@ async def test_a_daemon_starts_and_is_asked(programs, tmp_path):
     assert code == 0
 
 
-def test_a_client_finds_nobody_rather_than_no_pytorch(programs, tmp_path):
+def test_a_client_reports_a_missing_service_rather_than_missing_pytorch(programs, tmp_path):
     """Chat and status need no model on their host."""
     for command in ("status", "chat"):
         asked = run(programs, "inference-svc", command, "--address", f"unix:{tmp_path}/none.sock")
@@ -96,7 +96,7 @@ def test_a_client_finds_nobody_rather_than_no_pytorch(programs, tmp_path):
         ("eval", "perplexity", "--model", "/nowhere", "--text", "/nowhere"),
     ],
 )
-def test_what_needs_a_model_names_the_extra(programs, arguments):
+def test_commands_that_need_a_model_name_the_extra(programs, arguments):
     """One line, with what to install."""
     asked = run(programs, "inference-svc", *arguments)
     assert (asked.returncode, asked.stderr.count("\n")) == (78, 1), asked.stderr
@@ -104,7 +104,7 @@ def test_what_needs_a_model_names_the_extra(programs, arguments):
 
 
 def test_units_and_man_pages_are_in_it(programs, tmp_path):
-    """install-units finds what it puts in place in the wheel itself."""
+    """install-units finds its files in the wheel itself."""
     done = run(programs, "kvd", "install-units", "--root", str(tmp_path))
     assert done.returncode == 0, done.stderr
     for name in ("kvd-ls.1", "inference-svc-chat.1"):
@@ -113,7 +113,7 @@ def test_units_and_man_pages_are_in_it(programs, tmp_path):
         assert page.is_file()
 
 
-def test_the_versions_it_was_tested_with_are_in_it(programs):
+def test_the_tested_versions_are_in_it(programs):
     """A host without a checkout has them where docs/operations.md says."""
     installed = programs.parent / "share/cachedattention/constraints.txt"
     assert str(installed.relative_to(programs.parent)) in OPERATIONS.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What else befalls a random cache machine: discards, grafts, operators, erasing, scrubs."""
+"""Operations on a random cache machine: discards, grafts, operators, erasing, scrubs."""
 
 import pytest
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from tests.property.cache_world import compute, to_bytes
 
 
 class OperationsMachine(TurnsMachine):
-    """Sessions are forked, cut, pinned, flushed, erased and scrubbed between their turns."""
+    """Forks, cuts, pins, flushes, erases and scrubs sessions between their turns."""
 
     @rule(source=st.sampled_from(KEYS), fork=st.sampled_from(KEYS), at=st.integers(0, 30))
     def fork(self, source, fork, at) -> None:
@@ -53,7 +53,7 @@ class OperationsMachine(TurnsMachine):
         start=st.integers(0, 9),
     )
     def thin_out(self, key, engine_id, phrases, start) -> None:
-        """A session grows, loses every other token, and is left alone for a while."""
+        """Grow a session, discard every other token, and leave it alone for a while."""
         for phrase in phrases:
             self.turn(key, phrase, engine_id, is_quiet=True)
         self.discard_scattered(key, start, 2)
@@ -61,7 +61,7 @@ class OperationsMachine(TurnsMachine):
         self.wait(20)
 
     def _discard(self, key, ranges, *, is_heard) -> None:
-        """Report it to kvd, if it runs: one that missed it must find out by the lineage."""
+        """Report a discard to kvd if it runs; one that it missed it must detect by the lineage."""
         if self.stores and not self.names_lineage:
             return
         conversation = self.conversations[key]
@@ -93,7 +93,7 @@ class OperationsMachine(TurnsMachine):
         length=st.integers(1, 12),
     )
     def graft(self, key, source, engine_id, new_tokens, seam, start, length) -> None:
-        """Go on behind some tokens with new ones, then with another session's."""
+        """Continue behind some tokens with new ones, then with another session's."""
         conversation, given = self.conversations[key], self.conversations[source]
         end = min(start + length, len(given.tokens))
         if start >= end or engine_id in self.detached:
@@ -164,7 +164,7 @@ class OperationsMachine(TurnsMachine):
         other=st.sampled_from(KEYS),
     )
     def erase(self, tenant, at_once, newest_first, other) -> None:
-        """Nothing of a tenant is left anywhere; its engines' leases are lost or worth nothing."""
+        """Erase a tenant: nothing of it is left; its engines' leases are lost or worthless."""
         world, engine = self.world, self.world.engine
         engine.erasing.begin(lambda name: name == tenant)
         self.loads = [load for load in self.loads if not self._is_lost(load)]
@@ -198,7 +198,7 @@ class OperationsMachine(TurnsMachine):
 
     @rule(repair=st.booleans(), at_once=st.booleans())
     def scrub(self, repair, at_once) -> None:
-        """Begin a scrub, or go on with the one under way."""
+        """Begin a scrub, or continue the running one."""
         engine = self.world.engine
         if self.scrub_id:
             with pytest.raises(ScrubError):
@@ -215,6 +215,6 @@ class OperationsMachine(TurnsMachine):
     @rule()
     def scrub_end(self) -> None:
         self.world.engine.scrubs.end(self.scrub_id)
-        self.world.checked.clear()  # what it had under way finds nothing any more
+        self.world.checked.clear()  # its active verifications find no block any more
         self.scrub_id = 0
         self.world.pump()

@@ -1,4 +1,4 @@
-"""Turns of a random cache machine: engines load, compute and store, and judge what they load."""
+"""Turns of a random cache machine: engines load, compute and store, and check what they load."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ from tests.property.expecting_policy import ExpectingPolicy
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]
 ENGINE_IDS = [1, 2]
-EXPORTER = 9  # holds what is exported, as an engine would
+EXPORTER = 9  # the engine that holds exported blocks, as a real one would
 PHRASES = [[0] * 4, [0] * 2, [1] * 5, [0] * 8, [1, 0, 0, 0, 0, 0]]  # few, so that sessions share
 TOKENS = st.sampled_from(PHRASES)
 
 
 @dataclass
 class Conversation:
-    """What an engine knows of a session: its tokens, and the KV row each one has.
+    """A session as its engine has it: its tokens, and the KV row of each one.
 
     Once something was discarded, `known` has every row the session ever had, with its token: a kvd
     that crashed may come back with an older state of the session, whose rows do not follow from the
@@ -38,10 +38,10 @@ class Conversation:
     rows: list[Row] = field(default_factory=list)
     discarded: bool = False
     known: dict[Row, int] = field(default_factory=dict)
-    lineage: Lineage = WHOLE  # as it is named, if its engine names any
+    lineage: Lineage = WHOLE  # the lineage as the engine names it, if it names any
 
     def replace(self, tokens: list[int], rows: list[Row]) -> None:
-        """Go on with other tokens and rows."""
+        """Continue with other tokens and rows."""
         self.tokens, self.rows = tokens, rows
         self.known.update(zip(rows, tokens, strict=True))
 
@@ -63,11 +63,11 @@ class Store:
     answer: StoreAnswer
     engine_id: int
     rows: list[Row]
-    is_restored: bool = False  # its kvd was killed: only the slots are still its own
+    is_restored: bool = False  # its kvd was killed: only the slots still belong to the lease
 
 
 def _slots_of(answer: LoadAnswer) -> set[int]:
-    """Every slot that a load is granted."""
+    """Return every slot that a load is granted."""
     slots = {span.slot_id for span in answer.spans}
     slots.update(answer.state.slot_ids if answer.state else ())
     slots.update(slot_id for window in answer.windows for slot_id in window.slot_ids)
@@ -75,13 +75,13 @@ def _slots_of(answer: LoadAnswer) -> set[int]:
 
 
 class TurnsMachine(RuleBasedStateMachine):
-    """Conversations of a few sessions, and the leases that their engines hold."""
+    """Conversations of a few sessions, and the leases of their engines."""
 
     layout = LAYOUT
     scale = 1  # of the arena
 
     def _positions(self, tokens: list[int]) -> list[int]:
-        """Behind which tokens an engine that stores these wants loads to be able to end."""
+        """Return the token counts at which loads of these tokens should be able to end."""
         return []
 
     @initialize(
@@ -145,7 +145,7 @@ class TurnsMachine(RuleBasedStateMachine):
         self.names_lineage = names_lineage
         self.requests: dict[int, dict[int, SessionKey]] = {
             engine_id: {} for engine_id in ENGINE_IDS
-        }  # by number
+        }  # leases by number
         self.num_requests = 0
         self.ids = {
             engine_id: engine_id for engine_id in ENGINE_IDS
@@ -190,9 +190,9 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), patience=st.sampled_from(["wait", "wait", "deadline", "follow"]))
     def finish_load(self, data, patience) -> None:
-        """Copy what is granted, then complete: only then is it trusted.
+        """Copy the granted rows, then complete; only then are they
 
-        An engine that follows the progress words never settles.
+        trusted. ¶ An engine that follows the progress words never settles.
         """
         engine = self.world.engine
         load = data.draw(st.sampled_from(self.loads))
@@ -219,7 +219,7 @@ class TurnsMachine(RuleBasedStateMachine):
         self.world.pump()
 
     def _check_rows(self, load: Load, answer: LoadAnswer) -> list[Row]:
-        """Each row follows from those before it, or was the session's before a discard."""
+        """Check that each row follows from those before, or was the session's before a discard."""
         conversation = load.conversation
         rows = compute([], conversation.tokens[: load.from_token])
         if conversation.discarded:
@@ -237,12 +237,12 @@ class TurnsMachine(RuleBasedStateMachine):
         return rows
 
     def _check_state(self, rows: list[Row], answer: LoadAnswer) -> None:
-        """What is granted beside the rows."""
+        """Check what is granted beside the rows."""
         assert answer.state is None, "there are no states"
         assert not answer.windows, "there are no windows"
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
-        """Write what is granted."""
+        """Write the granted slots."""
         for block in answer.blocks:
             end = block.token_offset + block.num_tokens
             self.world.slots[block.slot_id] = rows[block.token_offset : end]
@@ -254,7 +254,7 @@ class TurnsMachine(RuleBasedStateMachine):
         is_quiet=st.booleans(),
     )
     def turn(self, key, new_tokens, engine_id, is_quiet) -> None:
-        """A whole turn, without anything in between: load all there is, compute, store."""
+        """Run a whole turn without interruption: load all there is, compute, store."""
         if engine_id in self.detached:
             return
         engine, conversation = self.world.engine, self.conversations[key]
@@ -313,7 +313,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 stored = engine.stores.complete(answer.lease_id, self.ids[engine_id], success=True)
                 if answer.blocks:
                     assert stored in (0, answer.end_token)
-                else:  # parts beside tokens that are stored: the session keeps what it has beyond
+                else:  # parts beside stored tokens: the session keeps what it has beyond
                     assert stored == 0 or stored >= answer.end_token
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
             more, from_token = answer.more, answer.end_token
@@ -358,16 +358,16 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), kept=st.integers(0, 30))
     def regenerate(self, key, kept) -> None:
-        """Go back to a point in the conversation; the next turn goes on from there."""
+        """Go back to an earlier point of the conversation; the next turn continues from there."""
         conversation = self.conversations[key]
         if not conversation.discarded:
             conversation.replace(conversation.tokens[:kept], conversation.rows[:kept])
 
     def _recompute_lost(self, key: SessionKey) -> int:
-        """After a discard, rows that kvd has lost are computed anew, on top of those it has.
+        """Compute the rows that kvd has lost after a discard, on top of those it has. ¶ An
 
-        An engine that names the lineage may go on with those it has itself. Returns the number of
-        tokens kvd has stored.
+        engine that names the lineage may continue with the rows it has itself. Returns the number
+        of tokens kvd has stored.
         """
         conversation = self.conversations[key]
         num_kept = self._num_stored(key)

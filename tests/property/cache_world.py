@@ -55,7 +55,8 @@ MODEL = "0f"
 # A full block has 5 sectors on SSD, a partial one 2 (packed by twos), 3 or 4.
 LAYOUT = KVLayout(MODEL, (Layer((Component("k", (4, 256), "float32"),)),), BLOCK_TOKENS)
 SHAPE = ExtentShape(LAYOUT)
-ADOPTED_ENGINES = 100  # the shell gives an engine of an earlier kvd this much on top of its id
+# how far ids of engines that an earlier kvd knew are shifted, as the shell does
+ADOPTED_ENGINES = 100
 
 Row = int  # symbolic KV of one token
 
@@ -69,7 +70,7 @@ def to_bytes(tokens: list[int]) -> bytes:
 
 
 def compute(rows: list[Row], tokens: list[int]) -> list[Row]:
-    """Rows of `tokens` when computed after `rows`; returns all of them."""
+    """Compute the rows of `tokens` after `rows`; return all of them."""
     rows = list(rows)
     for token in tokens:
         rows.append(hash((rows[-1] if rows else 0, len(rows), token)))
@@ -81,20 +82,20 @@ def checksums_of(rows: list[Row]) -> bytes:
 
 
 def run_of(block: BlockRecord | WriteBlock) -> range:
-    """Sectors of a block."""
+    """Return the number of sectors of a block."""
     return range(block.extent, block.extent + SHAPE.num_sectors(block.num_tokens))
 
 
 @dataclass
 class Index:
-    """The index as of its last commit, and the rows on their way to it."""
+    """The index as of its last commit, and the rows that are not committed yet."""
 
     blocks: dict[bytes, BlockRecord] = field(default_factory=dict)
     sessions: dict[SessionKey, SessionRecord] = field(default_factory=dict)
     uncommitted: list[Action] = field(default_factory=list)
 
     def commit(self, num_actions: int) -> list[DropBlock | CommitIndex]:
-        """Commit the oldest actions; returns those that are to be answered."""
+        """Commit the oldest actions; return those that need an answer."""
         committed, self.uncommitted = self.uncommitted[:num_actions], self.uncommitted[num_actions:]
         answered: list[DropBlock | CommitIndex] = []
         for action in committed:
@@ -115,7 +116,7 @@ class Index:
         return answered
 
     def rows(self) -> IndexEntries:
-        """What a new kvd reads."""
+        """Return what a new kvd reads."""
         blocks = list(self.blocks.values())
         return IndexEntries(
             [columns_of(self.sessions.values())],
@@ -127,16 +128,16 @@ class Index:
 
 @dataclass(frozen=True)
 class Extent:
-    """What lies on SSD: header and rows."""
+    """The contents of an extent on SSD: header and rows."""
 
     key: bytes
     stored: StoredBlock
     rows: list[Row]
-    tenant: str  # whose key seals it
+    tenant: str  # tenant whose key seals it
 
     def holds(self, key: bytes, num_tokens: int) -> bool:
-        """Whether this is the block, and its bytes are good."""
-        num_rows = num_tokens or 1  # a part of a state or a window is one thing
+        """Return whether this is the block, and its bytes are good."""
+        num_rows = num_tokens or 1  # a part of a state or a window is a single row
         is_same = self.key == key and len(self.rows) == num_rows
         return is_same and self.stored.checksums.startswith(checksums_of(self.rows))
 
@@ -146,10 +147,10 @@ Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactToke
 
 
 class CacheWorld:
-    """A cache engine with its performer, whose operations end when and how the test says.
+    """A cache engine with its performer; tests decide when and how its operations end.
 
     Attributes:
-        engine: it is told the time before every call, as kvd's event loop does.
+        engine: its time is set before every call, as kvd's event loop does.
     """
 
     def __init__(
@@ -163,16 +164,16 @@ class CacheWorld:
         self.slots: list[list[Row]] = []
         self.journal: dict[int, SlotRecord] = {}
         self.now_ns = 1_000
-        self.row_bytes = NO_BOUND  # of the index: what it takes at a time
+        self.row_bytes = NO_BOUND  # actions that the index takes at a time
         self.epoch = 0
         self.start()
 
     def start(self, *, keep_dram: bool = False, alive: Collection[int] = ()) -> None:
-        """Start a daemon on what the index has committed, and the arena if it is kept.
+        """Start a daemon on the committed index, and on the arena if it is kept.
 
         Args:
-            keep_dram: the arena has survived the daemon; otherwise it begins empty.
-            alive: engines whose processes live; their ids are ADOPTED_ENGINES higher then.
+            keep_dram: the arena has survived the daemon; otherwise it starts empty.
+            alive: engines whose processes live; their ids become ADOPTED_ENGINES higher.
         """
         self.index.uncommitted = []
         if not keep_dram:
@@ -180,7 +181,7 @@ class CacheWorld:
             self.journal = {}
         adopted, orphans = self._read_journal(alive)
         self.io: dict[int, Io] = {}
-        self.checked: dict[int, SlotRecord | None] = {}  # what verifications are of
+        self.checked: dict[int, SlotRecord | None] = {}  # the blocks that are being verified
         self.tracked: dict[int, tuple[int, ...]] = {}
         self.events: list[Action] = []
         self.engine = CacheEngine(self.layout, self.limits, salt_of, self.make_policy)
@@ -199,7 +200,10 @@ class CacheWorld:
         self._engine = engine
 
     def _read_journal(self, alive: Collection[int]) -> tuple[list[AdoptedSlot], list[OrphanSlot]]:
-        """Read what slots hold. The real journal has processes where this one has their ids."""
+        """Read the contents of slots.
+
+        The real journal names processes where this one has their ids.
+        """
         adopted, orphans = [], []
         for slot_id, record in sorted(self.journal.items()):
             if isinstance(record, CommittedSlot):
@@ -244,7 +248,7 @@ class CacheWorld:
             assert action.key not in self._written(), "a clean block is written again"
 
     def _written(self) -> set[bytes]:
-        """Blocks that are on SSD, as the index will say."""
+        """Return the blocks that are on SSD according to the committed index."""
         keys = set(self.index.blocks)
         waiting = self._engine._state.outbox.index._line.values()
         for action in (*self.index.uncommitted, *waiting):
@@ -255,7 +259,7 @@ class CacheWorld:
         return keys
 
     def commit(self, num_actions: int) -> None:
-        """Commit index rows and report the drops among them."""
+        """Commit index rows and report the dropped blocks among them."""
         for action in self.index.commit(num_actions):
             if isinstance(action, DropBlock):
                 self.engine.writes.drop_done(action.op_id)
@@ -264,7 +268,7 @@ class CacheWorld:
         self.pump()
 
     def tenants_on_ssd(self) -> set[str]:
-        """Whose blocks the index has."""
+        """Return the tenants whose blocks are in the index."""
         return {self.extents[block.extent].tenant for block in self.index.blocks.values()}
 
     def damage_slot(self, slot_id: int) -> None:
@@ -277,9 +281,9 @@ class CacheWorld:
         self.extents[number] = replace(extent, rows=[-1, *extent.rows[1:]])
 
     def finish_io(self, op_id: int, outcome: IoOutcome = IoOutcome.OK) -> None:
-        """End one operation: well if its bytes are, with CORRUPT if they are not.
+        """End one operation: with success if its bytes are good, else with CORRUPT.
 
-        CORRUPT damages them just before; any other outcome is what happens.
+        CORRUPT damages them just before; any other outcome is reported as given.
         """
         action = self.io.pop(op_id)
         if outcome is IoOutcome.CORRUPT:
@@ -307,7 +311,7 @@ class CacheWorld:
         self.pump()
 
     def checksums_of(self, rows: list[Row]) -> bytes:
-        """Hash a slot; a hash of all of it stands for that of each layer."""
+        """Hash a slot; one hash of all of it stands for that of each layer."""
         return checksums_of(rows) * len(self.layout.layers)
 
     def _finish_compaction(self, action: CompactTokens, outcome: IoOutcome) -> None:
@@ -324,7 +328,7 @@ class CacheWorld:
         self.engine.compactions.copy_done(action.op_id, outcome, made)
 
     def _damage(self, action: Io) -> None:
-        """Flip a bit of what is being verified; of a slot only if that still is what it holds."""
+        """Flip a bit of what is being verified; of a slot only if it still holds the block."""
         if isinstance(action, VerifySlot):
             record = self.checked.get(action.op_id)
             if record is not None and self.journal.get(action.slot_id) is record:
@@ -358,16 +362,16 @@ class CacheWorld:
         self.engine.arrivals.read_done(action.op_id, outcome, stored)
 
     def io_of(self, kind: type) -> list[int]:
-        """Operations of one kind under way, oldest first."""
+        """Return the active operations of one kind, oldest first."""
         return sorted(op_id for op_id, action in self.io.items() if isinstance(action, kind))
 
     def finish_all(self, kind: type, outcome: IoOutcome = IoOutcome.OK) -> None:
-        """End the operations of one kind."""
+        """End all operations of one kind."""
         for op_id in self.io_of(kind):
             self.finish_io(op_id, outcome)
 
     def quiesce(self, *, newest_first: bool = False) -> None:
-        """End everything under way, and well; the index takes all there is."""
+        """End all active operations with success, and commit the whole index."""
         self.row_bytes = NO_BOUND
         self.pump()
         while self.io or self.index.uncommitted:

@@ -1,4 +1,4 @@
-"""A policy for tests of what is read ahead of turns that are only likely."""
+"""A policy for tests of reading ahead of turns that are only likely."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from shared.types.session_key import SessionKey
 
 
 class ExpectingPolicy(LookaheadQueuePolicy):
-    """Takes every session that is on SSD only, and not busy, to return soon."""
+    """Expects every idle session that is on SSD only to return soon."""
 
     name = "expecting"
 

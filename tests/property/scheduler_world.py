@@ -1,12 +1,11 @@
-"""The engine around a scheduler, in memory: KV whose rows are tokens, copies that end when told.
+"""The engine around a scheduler, in memory: KV rows are tokens, and tests end the copies.
 
-What stands for a token's KV is the token itself, VOID if it came of a load that has failed.
-Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
-never exceeds what the scheduler was given. Of layers with a window that holds for the last tokens,
-as many as these attend to: those before may be EMPTY, if they come of a store, or are given back.
-Where slots are
-pages, there is one memory of them, and whoever has rows must find them there whatever the others
-write: loads write to the last.
+The KV of a token is represented by the token itself, or by VOID if it came from a failed
+load. Each computation must find the rows of exactly its sequence's tokens, and memory in use never
+exceeds the scheduler's limit. For layers with a window this holds for the tokens that they attend
+to: rows before these may be EMPTY, if they come from a store, or given back. Where slots are pages,
+    all sequences share one memory of them, and each sequence must find its rows there whatever
+        others write: loads write until they end.
 """
 
 from collections.abc import Sequence
@@ -34,18 +33,16 @@ NUM_LAYERS = 4
 VOID = -1
 EMPTY = -2
 MS = 1_000_000
-FIRST_ARRIVING = 10_000  # number of a turn that arrives before it is submitted
+FIRST_ARRIVING = 10_000  # numbers of turns that arrived and are not submitted yet
 KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in range(4))
 
 
 @dataclass(eq=False)
 class SequenceKv:
-    """Rows, and whether the scheduler counts more of them than are here.
+    """The rows of a sequence, and whether the scheduler counts more of them than there are.
 
-    Attributes:
-        windowed: the same of layers with a window.
-        pages: where they are, if slots are pages.
-        base: a block of what is stored begins there.
+    Attributes: windowed: the same for layers with a window. pages: their places, if slots are
+    pages. base: the number of tokens at which a stored block begins.
     """
 
     capacity: int
@@ -60,15 +57,15 @@ class Turn:
     """A request with its memory.
 
     Attributes:
-        admission: its newest; None once it was announced.
-        layers: of its load that are there; None: no load is under way.
-        fails: its load will turn out to have failed.
-        source: its first rows are copied from there …
+        admission: its newest one; None once its load is announced.
+        layers: how many its load has brought; None: no load is active.
+        fails: whether its load will fail.
+        source: the sequence from which its first rows are copied …
         num_copied: … so many …
         copied_from: … of layers with a window from this one on.
         writes: slots of the write ring in its write buffers, oldest first.
-        is_writing: the last of them is its own.
-        is_rigid: nothing of its context may be dropped.
+        is_writing: whether it still writes to the last of them.
+        is_rigid: whether no token of its context may be dropped.
         held: its pages, while it loads.
     """
 
@@ -87,18 +84,18 @@ class Turn:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its answer has ended, at the latest now."""
+        """Return whether its answer has ended, or ends with the next token."""
         is_long = self.request.num_sampled == self.request.max_tokens
         return is_long or (self.is_rigid and self.request.is_overflowing)
 
     @property
     def num_saving(self) -> int:
-        """Write buffers that nobody writes to any more."""
+        """Return the number of write buffers that are complete."""
         return len(self.writes) - self.is_writing
 
 
 def some_ranges(num_tokens: int, how: int) -> tuple[Range, ...]:
-    """Some of them: the first half, every third, all, or the last."""
+    """Return some ranges: the first half, every third token, all, or the last."""
     chosen = (
         [(0, max(1, num_tokens // 2))],
         [(first, first + 1) for first in range(0, num_tokens, 3)],
@@ -121,29 +118,29 @@ class SchedulerWorld:
         most_tokens = self.scheduler.held_slots.tokens_in(limits.kv_slots)
         self.window_tokens = max(1, int(most_tokens * window_share))
         self.now_ns = 1
-        self.turns: dict[int, Turn] = {}  # every one ever submitted
+        self.turns: dict[int, Turn] = {}  # every turn that was ever submitted
         self.arriving: dict[int, tuple[SessionKey, Rank]] = {}  # by number
         self.num_arrived = 0
         self.residents: dict[SessionKey, SequenceKv] = {}
         self.leaving: dict[SessionKey, SequenceKv] = {}  # evicted by the plan being carried out
-        # Under way, and whether there was room for it.
+        # Active compactions, and whether there was room for each.
         self.shifts: dict[SessionKey, tuple[Turn | None, tuple[Range, ...], bool]] = {}
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
         self.late: list[tuple[SequenceKv, ExitStack]] = []  # what failed loads write to
         self.forked: set[SessionKey] = set()  # nothing of them is stored yet
         self.num_sampled = 0
-        self.num_copied_pages = 0  # since others have them, before a discard …
+        self.num_copied_pages = 0  # because others share them, before a discard …
         self.num_replaced_pages = 0  # … and before something else is computed behind them
         self.num_shared_running = 0  # prefixes of turns that had not ended
         self.num_moved_windows = 0
-        self.num_moved_pages = 0  # since others have them, before a window's next tokens
+        self.num_moved_pages = 0  # because others share them, before a window's next tokens
         self.num_held_up = 0  # turns that waited for a copy before their window moved
         self.memory: dict[tuple[int, int], int] = {}  # by page and slot
 
     # -------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """The scheduler's invariants, and that its account covers what is in use."""
+        """Check the scheduler's invariants, and that it accounts for all memory in use."""
         self.scheduler.check()
         kvs = [turn.kv.capacity for turn in self.turns.values() if turn.kv is not None]
         kvs += [kv.capacity for kv in self.residents.values()]
@@ -166,7 +163,7 @@ class SchedulerWorld:
     # --------------------------------------------------------------------------------- memory
 
     def _places(self, kv: SequenceKv) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """By group of layers, what it holds by token and where that is."""
+        """Return, by group of layers, the contents and places by token."""
         groups, size = self.limits.page_groups, self.limits.page_tokens
         return [
             (
@@ -184,7 +181,7 @@ class SchedulerWorld:
         assert EMPTY not in kv.rows
 
     def _write(self, kv: SequenceKv | None, first: int = 0) -> None:
-        """Rows from the first on are written to memory."""
+        """Write the rows from the first on to memory."""
         if kv is None or not kv.pages:
             return
         for rows, places in self._places(kv):
@@ -193,7 +190,7 @@ class SchedulerWorld:
                     self.memory[places[index]] = rows[index]
 
     def _become_resident(self, key: SessionKey, kv: SequenceKv) -> None:
-        """The scheduler has made it one."""
+        """Follow the scheduler, which has made a turn's sequence a resident."""
         assert key not in self.residents
         self.residents[key] = kv
         self._follow(key)
@@ -201,14 +198,14 @@ class SchedulerWorld:
         self.scheduler.residents.note_boundary(key, kv.base + blocks * self.limits.block_tokens)
 
     def _follow(self, key: SessionKey) -> None:
-        """A resident may have other pages; it may be one no more by the same plan."""
+        """Follow a resident, which may have other pages, or be evicted by the same plan."""
         kv, resident = self.residents[key], self.scheduler.residents.get(key)
         if resident is not None:
             kv.capacity = self.scheduler.held_slots.tokens_in(resident.holding.num_slots)
             kv.pages = list(resident.holding.pages)
 
     def _own(self, key: SessionKey, ranges: tuple[Range, ...]) -> bool:
-        """What a resident is about to overwrite is its own; whether there is room for that."""
+        """Make the pages that a resident will overwrite its own; return whether there was room."""
         copies = self.scheduler.residents.make_private(key, ranges[0][0])
         self.num_copied_pages += len(copies or ())
         for copy in copies or ():
@@ -219,7 +216,7 @@ class SchedulerWorld:
         return copies is not None
 
     def queue(self) -> list[tuple[int, Rank | None]]:
-        """What kvd should know: numbers of turns that run, then of those that wait with ranks.
+        """Return the queue that kvd should have: running turns, then waiting ones with ranks.
 
         A turn runs from its admission until its KV is given up, unless it waits again.
         """
@@ -238,29 +235,29 @@ class SchedulerWorld:
         return [(number, None) for number in sorted(running)] + waiting
 
     def alive(self) -> list[Turn]:
-        """Turns that are not over."""
+        """Return the turns that have not ended."""
         return [turn for turn in self.turns.values() if not turn.request.is_over]
 
     def in_state(self, *states: RequestState) -> list[Turn]:
-        """Turns in one of these states."""
+        """Return the turns in one of these states."""
         return [turn for turn in self.turns.values() if turn.request.state in states]
 
     def tick(self, ns: int = MS) -> int:
-        """Time passes."""
+        """Advance the time."""
         self.now_ns += ns
         return self.now_ns
 
     # ---------------------------------------------------------------------------------- turns
 
     def fork(self, key: SessionKey, other: SessionKey, num_tokens: int) -> None:
-        """A session that has not begun begins as another one of its tenant does, or its turn."""
+        """Begin a new session as a copy of another session of its tenant, or of its turn."""
         if key.tenant == other.tenant and not self.conversations[key]:
             prompts = [t.request.token_ids for t in self.alive() if t.request.key == other]
             self.conversations[key] = (prompts or [self.conversations[other]])[-1][:num_tokens]
             self.forked.add(key)
 
     def arrive(self, key, priority=0) -> int:
-        """A turn arrives whose prompt is not made; returns its number, for `submit`, `withdraw`."""
+        """Announce a turn before its prompt is encoded; return its number for the next calls."""
         number = FIRST_ARRIVING + self.num_arrived
         self.num_arrived += 1
         queue = self.scheduler.queue
@@ -270,16 +267,16 @@ class SchedulerWorld:
         return number
 
     def withdraw(self, number) -> None:
-        """A turn is refused, fails, is cancelled, or is over: nothing, if it was submitted."""
+        """Withdraw a turn that arrived and is over; do nothing if it was submitted."""
         self.arriving.pop(number, None)
         self.scheduler.queue.withdraw(number)
 
     def submit(
         self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None, number=None
     ) -> Turn | None:
-        """Submit a turn that goes on with its conversation, as far as that fits.
+        """Submit a turn that continues its conversation, as far as that fits. ¶
 
-        `number`: of a turn that has arrived.
+        `number`: that of a turn that has arrived.
         """
         history, window = self.conversations[key], self.window_tokens
         new_tokens = min(new_tokens, window)
@@ -310,7 +307,7 @@ class SchedulerWorld:
         return turn
 
     def schedule(self, draft_tokens: int = 0) -> StepPlan:
-        """Ask for a plan, with so long a draft of each answer, and carry out all but its chunks."""
+        """Ask for a plan, with drafts of this length, and carry out all of it but its chunks."""
         running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
         draft = [DRAFTED + place for place in range(draft_tokens)]
         drafts = {request.number: draft for request in running if request.is_decoding}
@@ -363,7 +360,7 @@ class SchedulerWorld:
         self.num_shared_running += admission.is_running
 
     def _kv_of(self, admission: Admission) -> SequenceKv:
-        """What an admission has of another's: of pages, the same plan may have evicted that."""
+        """Return the KV of an admission's source; the same plan may have evicted its pages."""
         running = [t.kv for t in self.in_state(*ADMITTED) if t.request.key == admission.source]
         if admission.is_running and running:
             return running[0]
@@ -413,7 +410,7 @@ class SchedulerWorld:
         assert is_going_on == any(r.unused_slots for r in running), "the batch goes on"
 
     def _is_held_up(self, request: Request, going_on: set[int]) -> bool:
-        """Whether somebody copies what a turn would have to give back."""
+        """Return whether another turn copies rows that this turn would have to give back."""
         if request.number in going_on or not self.scheduler.residents.is_busy(request.key):
             return False
         is_held_up = self.limits.held_rows is not None and request.unused_slots > 0
@@ -432,7 +429,7 @@ class SchedulerWorld:
     # ------------------------------------------------------------------------------- discards
 
     def _overflow(self, turn: Turn) -> None:
-        """Drop some of what it has computed; its resident closes up later."""
+        """Drop some of a turn's computed tokens; its resident is compacted later."""
         request = turn.request
         assert request.computed_tokens == self.window_tokens
         assert not turn.is_rigid
@@ -445,7 +442,7 @@ class SchedulerWorld:
         assert request.token_ids
 
     def discard(self, key: SessionKey, how: int) -> None:
-        """A client drops tokens between two turns."""
+        """Drop tokens between two turns, as a client does."""
         history = self.conversations[key]
         if any(turn.request.key == key for turn in self.alive()) or not history:
             return
@@ -460,7 +457,7 @@ class SchedulerWorld:
         history[:] = without(history, ranges)
 
     def end_compaction(self, key: SessionKey, *, works: bool) -> None:
-        """The rows that are left have closed up, or are lost."""
+        """End a compaction: the remaining rows have moved together, or are lost."""
         turn, ranges, has_room = self.shifts.pop(key)
         kv = self.residents[key]
         assert list(self.scheduler.residents.get(key).token_ids) == kv.rows
@@ -482,7 +479,7 @@ class SchedulerWorld:
     def announce(
         self, turn: Turn, found: int, layers: int, write_back: int, *, fails=False
     ) -> None:
-        """Begin the load of an admitted turn: what is found, and how much is saved of that."""
+        """Begin the load of an admitted turn; the arguments say how much is found and saved."""
         request, admission = turn.request, turn.admission
         assert admission is not None
         turn.admission = None
@@ -536,13 +533,13 @@ class SchedulerWorld:
         )
 
     def admit_in_vain(self, turn: Turn) -> None:
-        """An admitted turn's load cannot be had."""
+        """Report that an admitted turn's load is not available."""
         turn.admission = turn.kv = turn.source = None
         self.scheduler.restart(turn.request)
         turn.held.close()
 
     def progress(self, turn: Turn, layers: int) -> None:
-        """Layers of a load arrive; the last may be later than the step that waits for it."""
+        """Let layers of a load arrive; the last may come after the step that waits for it."""
         turn.layers += layers
         self._write(turn.kv)
         if turn.layers >= NUM_LAYERS:
@@ -568,9 +565,9 @@ class SchedulerWorld:
     # ---------------------------------------------------------------------------------- steps
 
     def step(self, plan: StepPlan, failing=(), most_right: int = 0) -> list[Turn]:
-        """Compute a plan's chunks, except those of `failing`; returns who has a new token.
+        """Compute a plan's chunks, except those of `failing`; return the turns with a new
 
-        Of each draft the first `most_right` tokens are right.
+        token. ¶ The first `most_right` tokens of each draft are accepted.
         """
         computed, sampled, restarted = [], {}, []
         for chunk in plan.chunks:
@@ -578,7 +575,7 @@ class SchedulerWorld:
             start = chunk.request.computed_tokens
             if turn.request.number not in failing and not turn.fails:
                 self._move_window(turn, start + chunk.num_fed)
-            if turn.layers is not None:  # the step has waited for it
+            if turn.layers is not None:  # the step has waited for the load
                 self.progress(turn, NUM_LAYERS)
             if turn.request.number in failing:
                 continue
@@ -611,7 +608,7 @@ class SchedulerWorld:
         return [self.turns[number] for number in sampled]
 
     def _move_window(self, turn: Turn, end: int) -> None:
-        """Layers with a window give back what is behind it; then the new tokens have rows."""
+        """Free the rows behind the window in layers with one; then the new tokens have rows."""
         first, rows = turn.request.window_from, self.limits.held_rows
         before = turn.kv.windowed[:first]
         if set(before) - {EMPTY}:
@@ -623,7 +620,7 @@ class SchedulerWorld:
         assert rows is None or end - first <= rows.num_rows
 
     def _retract(self, turn: Turn, num_tokens: int) -> None:
-        """The last tokens of what was computed were drafted in vain."""
+        """Remove the last computed tokens, whose draft was rejected."""
         if num_tokens:
             del turn.kv.rows[-num_tokens:], turn.kv.windowed[-num_tokens:]
             if turn.request.is_saved:
@@ -631,13 +628,13 @@ class SchedulerWorld:
                 del turn.writes[-1][-num_tokens:]
 
     def end_late(self) -> None:
-        """A load that failed writes for the last time: to what nobody else has."""
+        """Let a failed load write for the last time: to slots that no other sequence may have."""
         kv, held = self.late.pop(0)
         self._write(kv)
         held.close()
 
     def finish(self, turn: Turn, *, keeps: bool) -> None:
-        """A turn's answer is complete."""
+        """Complete a turn's answer."""
         request, kv = turn.request, turn.kv
         assert request.num_sampled <= request.max_tokens
         self.scheduler.end(request, RequestEvent.FINISH, self.tick())
@@ -651,21 +648,21 @@ class SchedulerWorld:
         self._give_up(turn)
 
     def stop(self, turn: Turn, event: RequestEvent) -> None:
-        """Cancel or fail a turn; what is being copied for it goes on."""
+        """Cancel or fail a turn; its active copies continue."""
         self.scheduler.end(turn.request, event, self.tick())
         self._give_up(turn)
 
     def _give_up(self, turn: Turn) -> None:
-        """Release the sequence's KV of a turn that is over, unless it is being copied to."""
+        """Release the KV of a turn that has ended, unless a copy to it is active."""
         turn.is_writing = False
         if turn.layers is not None:
-            return  # `settle` follows
+            return  # `settle` releases it later
         turn.admission = turn.kv = turn.source = None
         self.scheduler.release_kv(turn.request)
         turn.held.close()
 
     def settle(self, turn: Turn, *, copies: bool) -> None:
-        """The copy of a turn that is over has ended; the scheduler hears of that or does not."""
+        """End the copy of a turn that has ended; the scheduler is notified or not."""
         turn.layers = None
         self._write(turn.kv)
         if turn.source is not None and copies:
@@ -674,26 +671,26 @@ class SchedulerWorld:
         self._give_up(turn)
 
     def end_save(self, turn: Turn) -> None:
-        """A write buffer is stored."""
+        """End the store of a write buffer."""
         assert turn.num_saving
         self.scheduler.write_slots.release(turn.writes.pop(0))
 
     def store(self, turn: Turn, num_tokens: int) -> None:
-        """The oldest tokens of what a turn writes are stored."""
+        """Store the oldest tokens of a turn's write buffer."""
         assert turn.is_writing
         written = turn.writes[-1]
         self.scheduler.write_slots.release(written[:num_tokens])
         del written[:num_tokens]
 
     def drop_resident(self, key: SessionKey) -> None:
-        """A session is deleted."""
+        """Delete a session with its resident."""
         if self.scheduler.residents.drop(key):
             del self.residents[key]
 
     # ---------------------------------------------------------------------------------- ends
 
     def drain(self) -> None:
-        """Everything that can happen does: all requests end, in a bounded number of steps."""
+        """Let everything that can happen happen: all requests end, in a bounded number of steps."""
         most_steps = 50 + 40 * sum(
             turn.request.uncomputed_tokens + turn.request.max_tokens - turn.request.num_sampled
             for turn in self.alive()
@@ -713,7 +710,7 @@ class SchedulerWorld:
         self.check()
 
     def let_everything_happen(self) -> None:
-        """All copies end, and a step is made."""
+        """End all copies, and make a step."""
         for key in list(self.shifts):
             self.end_compaction(key, works=True)
         while self.late:
@@ -726,7 +723,7 @@ class SchedulerWorld:
         self.check()
 
     def _let_arrive(self, turn: Turn) -> None:
-        """What is stored or loaded for a turn is."""
+        """Let every block that is stored or loaded for a turn arrive."""
         if turn.request.is_over and turn.layers is not None:
             self.settle(turn, copies=True)
         while turn.num_saving:

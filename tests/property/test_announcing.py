@@ -1,4 +1,4 @@
-"""Whoever loses anything to eviction was announced before, if what came fits into the headroom."""
+"""Every evicted session was announced before, if the new blocks fit into the headroom."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +19,9 @@ from tests.kvd.core.turns import A, infos, load, new_world, store, wait
 from tests.property.cache_world import LAYOUT, CacheWorld
 from tests.sampled import examples
 
-MOST_BLOCKS = 3  # of a store
-MOST_TOKENS = 28  # of a conversation, so that what is read for it fits into the headroom, too
-HEADROOM = 1 / 8  # of 64 blocks eight
+MOST_BLOCKS = 3  # blocks of a store
+MOST_TOKENS = 28  # blocks of a conversation: few, so that reading it fits into the headroom, too
+HEADROOM = 1 / 8  # of 64 blocks, eight
 KEYS = [A._replace(session_id=f"s{number}") for number in range(12)]
 BOUNDS = st.sampled_from(
     [
@@ -49,7 +49,7 @@ OPERATIONS = st.one_of(
 
 
 class Scene:
-    """A kvd that is full, of conversations which go on from what is stored of them."""
+    """A full kvd, and conversations that continue with their stored history."""
 
     def __init__(self, bounds: dict, admission: Admission) -> None:
         self.world: CacheWorld = new_world(
@@ -86,7 +86,7 @@ class Scene:
         return found
 
     def look(self) -> None:
-        """Let pass the time in which all is announced; at most so much by each look."""
+        """Let enough time pass for all announcements; at most `limit` per call."""
         due = True
         while due:
             wait(self.world, LOOK_NS)
@@ -105,8 +105,8 @@ class Scene:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(BOUNDS, st.sampled_from(Admission), st.lists(OPERATIONS, min_size=10, max_size=30))
-def test_who_is_evicted_was_announced(bounds, admission, operations):
-    """An operation before, at least."""
+def test_every_eviction_was_announced(bounds, admission, operations):
+    """It was announced at least one operation earlier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvd.core.io.announcing.HEADROOM", HEADROOM)
         scene = Scene(bounds, admission)

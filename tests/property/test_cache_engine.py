@@ -65,7 +65,7 @@ class CacheMachine(OperationsMachine):
         turns=st.lists(st.tuples(st.sampled_from(KEYS), TOKENS), max_size=3),
     )
     def begin_a_day(self, engine_id, keys, turns) -> None:
-        """Sessions are on SSD only, as far as it has them, and some are asked for."""
+        """Move sessions to SSD as far as it has room, and queue some of them."""
         for key, new_tokens in turns:
             self.turn(key, new_tokens, engine_id, is_quiet=True)
         self.world.quiesce()
@@ -80,7 +80,7 @@ class CacheMachine(OperationsMachine):
         data=st.data(),
     )
     def change_queue(self, engine_id, joining, data) -> None:
-        """Some join, some move, some start or go on waiting, some leave."""
+        """Change the queue: some jobs join, move, start, keep waiting or leave."""
         if engine_id in self.detached:
             return
         requests = self.requests[engine_id]
@@ -134,7 +134,7 @@ class CacheMachine(OperationsMachine):
     @precondition(lambda self: self.stores)
     @rule(engine_id=st.sampled_from(ENGINE_IDS))
     def detach(self, engine_id) -> None:
-        """The engine's connection ends, its process lives, and may go on to write."""
+        """End the engine's connection; its process lives, and may continue to write."""
         if engine_id in self.detached:
             return
         engine = self.world.engine
@@ -151,7 +151,7 @@ class CacheMachine(OperationsMachine):
     @precondition(lambda self: self.detached)
     @rule(data=st.data())
     def reattach(self, data) -> None:
-        """The engine comes back and says what it holds; of the rest it knows nothing."""
+        """Reconnect the engine, which names its leases; it has forgotten all others."""
         engine_id = data.draw(st.sampled_from(sorted(self.detached)))
         stores = [store for store in self.stores if store.engine_id == engine_id]
         kept = [store for store in stores if data.draw(st.booleans())]
@@ -191,7 +191,7 @@ class CacheMachine(OperationsMachine):
         self.world.finish_all(kind)
 
     def _possible(self, op_id: int, outcome: IoOutcome) -> IoOutcome:
-        """Damage is done only to copies that are compared before the next use."""
+        """Return whether the outcome may occur: only copies compared before use are damaged."""
         action = self.world.io[op_id]
         is_write = isinstance(action, WriteBlock)
         impossible = IoOutcome.CORRUPT if is_write else IoOutcome.FULL
@@ -201,7 +201,7 @@ class CacheMachine(OperationsMachine):
 
     @rule(key=st.sampled_from(KEYS), max_spans=st.integers(1, 3), gives_up=st.booleans())
     def export(self, key, max_spans, gives_up) -> None:
-        """An operator takes a copy of a session: its rows are those of its tokens."""
+        """Export a session as an operator does: the rows are those of its tokens."""
         engine = self.world.engine
         tokens: list[int] = []
         rows: list[Row] = []
@@ -241,7 +241,7 @@ class CacheMachine(OperationsMachine):
     def set_limits(
         self, max_sessions, max_leases, ttl_ns, admission, quota_blocks, watermark
     ) -> None:
-        """An operator reloads the settings; a restart finds them, too."""
+        """Reload the settings; a restart uses them, too."""
         quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
         self.world.limits = replace(
             self.world.limits,
@@ -259,7 +259,7 @@ class CacheMachine(OperationsMachine):
 
     @rule(num_extents=st.sampled_from([0, 1, 3, 20]))
     def set_capacity(self, num_extents) -> None:
-        """The file system has less room than it seemed, or more."""
+        """Tell kvd that the file system has less room than it seemed, or more."""
         if self.world.limits.num_extents:
             self.world.engine.writes.set_capacity(num_extents)
             self.world.pump()
@@ -267,7 +267,7 @@ class CacheMachine(OperationsMachine):
     @precondition(lambda self: not self.stores)
     @rule()
     def release_dram(self) -> None:
-        """The layout gives its arena up, as far as it can, and gets another."""
+        """Have the layout give up its arena as far as it can, and get another."""
         engine = self.world.engine
         if engine.release_dram():
             engine.drop_slots()
@@ -286,7 +286,7 @@ class CacheMachine(OperationsMachine):
 
     @rule(row_bytes=st.sampled_from([0, 1, 600, 2000]))
     def index_falls_behind(self, row_bytes) -> None:
-        """It takes little at a time, or nothing, until all is brought to an end."""
+        """Limit what the index takes at a time, perhaps to nothing, until everything is flushed."""
         self.world.row_bytes = row_bytes
 
     @rule(newest_first=st.booleans())
@@ -301,7 +301,7 @@ class CacheMachine(OperationsMachine):
         data=st.data(),
     )
     def kill(self, num_committed, keep_dram, alive, data) -> None:
-        """A new kvd starts on what is left: the index, perhaps the arena, with wrong bytes."""
+        """Start a new kvd on the remains: the index, perhaps the arena, with wrong bytes."""
         world = self.world
         world.index.commit(num_committed)
         for slot_id, record in world.journal.items():
@@ -321,7 +321,7 @@ class CacheMachine(OperationsMachine):
         world.start(keep_dram=keep_dram, alive=alive_ids)
 
     def teardown(self) -> None:
-        """When everybody leaves and all is flushed, nothing is left."""
+        """Check that nothing is left when every engine has gone and all is flushed."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -350,7 +350,7 @@ TestCacheEngine = CacheMachine.TestCase
 
 @pytest.mark.long
 class TestCacheEngineLong(CacheMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(CacheMachine.TestCase.settings, max_examples=3000, stateful_step_count=120)
 

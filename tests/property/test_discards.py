@@ -1,9 +1,9 @@
-"""Whatever is discarded, grafted, compacted, evicted or lost: each row loaded is the context's.
+"""After any discards, grafts, compactions, evictions and losses each loaded row is the context's.
 
-Engines here name the lineage of what they load and store, and may go on with rows of their own that
-kvd has lost, or store them after a discard that kvd has not received. Before the first discard or
-graft a row must be the one that a fresh computation gives; behind it, one that some engine has had
-for this very context, after these very discards and grafts, in this very place.
+Engines here name the lineage of what they load and store, and may continue with rows of their own
+that kvd has lost, or store them after a discard that kvd has not received. Before the first discard
+or graft a row must be the one that a fresh computation gives; behind it, one that some engine has
+had for this very context, after these very discards and grafts, in this very place.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from tests.property.cache_world import LAYOUT, MODEL, CacheWorld, Row, compute, 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"]
 ENGINE_ID = 1
 REST_NS = 20
-LATER_NS = 2_000_000_000  # after it was given up, a compaction is tried again
+LATER_NS = 2_000_000_000  # a compaction that was given up is tried again after this time
 PHRASE = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 @dataclass
 class Context:
-    """What an engine knows of a session."""
+    """A session as its engine has it."""
 
     tokens: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -106,7 +106,7 @@ class DiscardMachine(RuleBasedStateMachine):
         num_steps=st.integers(0, 12),
     )
     def graft(self, key, source, seam, phrase, start, length, is_heard, num_steps) -> None:
-        """A session goes on behind some of its tokens with new ones, then with another one's."""
+        """Continue a session behind some of its tokens with new ones, then with another one's."""
         has, given = self.contexts[key], self.contexts[source]
         end = min(start + length, len(given.tokens))
         if key == source or start >= end:
@@ -128,7 +128,7 @@ class DiscardMachine(RuleBasedStateMachine):
         self._load(key)
 
     def _graft_heard(self, key, source, start, end) -> None:
-        """Have kvd do it; to say it again changes nothing."""
+        """Report a graft to kvd; a repeated report changes nothing."""
         has, given, engine = self.contexts[key], self.contexts[source], self.world.engine
         before, theirs = to_bytes(has.tokens), to_bytes(given.tokens)
         origin = GraftSource(source, theirs, given.lineage, start, end)
@@ -142,7 +142,7 @@ class DiscardMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
     def thin_out(self, key, phrase, num_steps) -> None:
-        """A session of some blocks loses every other token, and is left alone."""
+        """Discard every other token of a session of some blocks, and leave it alone."""
         self.turn(key, phrase * 2, has_rows=True)
         self.discard_scattered(key, 0, 2)
         self.finish()
@@ -150,7 +150,7 @@ class DiscardMachine(RuleBasedStateMachine):
 
     @rule(source=st.sampled_from(KEYS), fork=st.sampled_from(KEYS), keeps_lineage=st.booleans())
     def fork(self, source, fork, keeps_lineage) -> None:
-        """Another session with the same tokens, with its discards or without any."""
+        """Begin another session with the same tokens, with its discards or without any."""
         if self.world.engine.inspection.info(fork):
             self.world.engine.sessions.flush(fork, dry_run=False)
         of_source = self.contexts[source]
@@ -168,7 +168,7 @@ class DiscardMachine(RuleBasedStateMachine):
         has_rows=st.booleans(),
     )
     def discard_unheard(self, key, fork, phrase, start, has_rows) -> None:
-        """kvd is away when a session is truncated; then it is asked, and told of another one."""
+        """Truncate a session while kvd is away; then load it, and report another discard."""
         self.turn(key, phrase * 2, has_rows=True)
         self.discard(key, start, 2, is_heard=False)
         self.turn(key, phrase, has_rows)
@@ -183,7 +183,7 @@ class DiscardMachine(RuleBasedStateMachine):
         goes_back=st.booleans(),
     )
     def retry(self, key, phrase, start, num_times, is_restarted, goes_back) -> None:
-        """A discard is told again, once more has been stored; or its context comes back."""
+        """Report a discard again after more has been stored, or after its context has come back."""
         self.turn(key, phrase * 2, has_rows=True)
         before = self.contexts[key]
         if start + 2 >= len(before.tokens):
@@ -206,7 +206,7 @@ class DiscardMachine(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(0, 12), elapsed_ns=st.sampled_from([1, REST_NS, LATER_NS]))
     def rest(self, num_steps, elapsed_ns) -> None:
-        """Time passes; some of what is under way ends."""
+        """Let time pass; some active operations end."""
         world = self.world
         world.now_ns += elapsed_ns
         world.engine.expire()
@@ -235,7 +235,7 @@ class DiscardMachine(RuleBasedStateMachine):
         self.world.start(keep_dram=keep_dram)
 
     def teardown(self) -> None:
-        """When all is flushed, nothing is left."""
+        """Check that nothing is left when all is flushed."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -251,7 +251,7 @@ class DiscardMachine(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------- inside
 
     def _know(self, key: SessionKey, context: Context) -> None:
-        """Go on with another context."""
+        """Continue with another context."""
         self.contexts[key] = context
         digest, tokens = context.lineage.digest, tuple(context.tokens)
         self.had |= {(digest, tokens[: at + 1], row) for at, row in enumerate(context.rows)}
@@ -268,12 +268,12 @@ class DiscardMachine(RuleBasedStateMachine):
         self.world.pump()
 
     def _inherit(self, old: Context, kept: Sequence[int], key: SessionKey, first: int) -> None:
-        """Any row that was had for tokens that were kept may be had where they are now.
+        """Accept rows of kept tokens at the tokens' present places.
 
         Args:
-            old: the context that they were kept of.
+            old: the context from which they were kept.
             kept: their places in it.
-            key: whose context they are in now.
+            key: the session they are in now.
             first: the place of the first of them in that.
         """
         new, tokens = self.contexts[key], tuple(old.tokens)
@@ -288,7 +288,7 @@ class DiscardMachine(RuleBasedStateMachine):
         }
 
     def _load(self, key: SessionKey) -> list[Row]:
-        """Load what is stored, and check it row by row."""
+        """Load the stored tokens, and check them row by row."""
         engine, context, rows = self.world.engine, self.contexts[key], list[Row]()
         more = True
         while more:
@@ -315,11 +315,11 @@ class DiscardMachine(RuleBasedStateMachine):
         return rows
 
     def _check_beside(self, context: Context, answer: LoadAnswer) -> None:
-        """What is granted beside the rows."""
+        """Check what is granted beside the rows."""
         assert not answer.windows
 
     def _positions(self, tokens: list[int]) -> list[int]:
-        """Behind which tokens an engine that stores these wants loads to be able to end."""
+        """Return the token counts at which loads of these tokens should be able to end."""
         return []
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
@@ -366,6 +366,6 @@ TestDiscards = DiscardMachine.TestCase
 
 @pytest.mark.long
 class TestDiscardsLong(DiscardMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(DiscardMachine.TestCase.settings, max_examples=1000, stateful_step_count=60)

@@ -1,4 +1,4 @@
-"""Whatever is where, reading ahead for a queue leaves in DRAM what is needed soonest."""
+"""Wherever sessions are, reading ahead for a queue leaves in DRAM what is needed soonest."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,10 +32,10 @@ def num_in_dram(world, key):
     used=st.lists(st.sampled_from(KEYS), max_size=6),
     queued=st.lists(st.sampled_from(KEYS), min_size=1, max_size=len(KEYS), unique=True),
 )
-def test_what_is_needed_sooner_never_gives_way(
+def test_a_session_only_loses_dram_to_one_that_is_needed_sooner(
     policy, num_slots, watermark, prefetch_blocks, sizes, used, queued
 ):
-    """A session that lost something lost it to one before it, after all behind it had given all."""
+    """It loses blocks only to a session before it, after all behind it have lost theirs."""
     limits = Limits(
         num_slots,
         ENOUGH_EXTENTS,

@@ -1,8 +1,8 @@
-"""Whatever schedulers do and connections suffer, kvd knows what it was told last, in order.
+"""Whatever schedulers do and connections suffer, kvd's queue is the one last reported.
 
-Several engines go round at random, and report to one queue window in between, over connections
-that break before or after an update has arrived, to a kvd that forgets. After each update that is
-acknowledged the window has what the scheduler has, as far as kvd takes it.
+Several engines take random steps, and report to one queue window in between, over connections
+that break before or after an update arrives, to a kvd that may lose the queue. After each
+acknowledged update the window has the scheduler's queue, up to the length that kvd accepts.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ MODEL = KEYS[0].model
 
 
 class TellingEngine:
-    """An engine whose scheduler goes round, and its end of the connection to kvd."""
+    """An engine whose scheduler takes steps, and its end of the connection to kvd."""
 
     def __init__(self, engine_id: int, window: QueueWindow, random: Random) -> None:
         self.engine_id = engine_id
@@ -86,13 +86,13 @@ class TellingEngine:
             seen["asked for all"] += 1
 
     def reconnect(self) -> None:
-        """The stream ends, and with it what kvd knows."""
+        """End the stream, and with it the queue that kvd knows."""
         self.window.forget(self.engine_id)
         self.replica = QueueReplica(self._apply)
         self.world.scheduler.feed.restart()
 
     def check(self) -> None:
-        """Kvd has the head of the scheduler's queue."""
+        """Check that kvd has the head of the scheduler's queue."""
         engine = self.window._engines.get(self.engine_id)
         known = []
         if engine is not None:
@@ -111,7 +111,7 @@ class TellingEngine:
 
 
 def exchange(seed: int, num_rounds: int) -> Counter[str]:
-    """Engines go round, and report now and then; returns what happened."""
+    """Run engines that take steps and report now and then; return the counts of what happened."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
     window = QueueWindow(lambda _: None)
     engines = [
@@ -144,12 +144,12 @@ def check_exchanges(seeds: range, num_rounds: int) -> None:
     assert min(seen[what] for what in wanted) > 0, f"the connections are too good: {seen}"
 
 
-def test_kvd_knows_what_it_was_told() -> None:
-    """For some histories."""
+def test_kvd_has_the_queue_that_was_reported_last() -> None:
+    """For a few random histories."""
     check_exchanges(range(4), 120)
 
 
 @pytest.mark.long
-def test_kvd_knows_what_it_was_told_for_long() -> None:
-    """For many, and longer ones."""
+def test_kvd_has_the_queue_that_was_reported_last_at_length() -> None:
+    """For many and longer histories."""
     check_exchanges(range(1000, 1300), 500)

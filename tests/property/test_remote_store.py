@@ -1,9 +1,10 @@
-"""Whatever servers and stores suffer, a pull gives a state that was pushed whole, or says why not.
+"""Whatever servers and stores suffer, a pull gives a completely pushed state, or a reason.
 
 Servers push, pull, remove and sweep at random, one in the middle of another one's calls, over a
-store that fails, lies, is late, and under processes that die. After each operation a calm reader
-looks. With a store that keeps its word the state is the last one that was pushed, or one whose
-push was not heard of again; no chunk of it is ever missing; and nobody pushes what others own.
+store that fails, lies or is late, and in processes that die. After each operation a reader without
+faults checks every session. With a store that keeps its promises the state is the last one that was
+pushed, or one whose push never reported its end; no chunk of it is ever missing; and no server
+pushes a session that another one owns.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,16 +36,16 @@ SESSIONS = ("a", "b")
 
 
 class World:
-    """Servers, their store, and what may be in it.
+    """Servers, their store, and its possible contents.
 
     Attributes:
         ever: of each session, the states whose push has begun.
-        may_be: of each session, what a reader may find; None: nothing.
-        owners: of each session, who may own it.
+        may_be: of each session, the states that a reader may find; None: nothing.
+        owners: of each session, its possible owners.
         begun: of each session, how many operations have begun.
-        under_way: sessions, and what operations that are not over may make of them.
-        claims: sessions, and who is about to own them.
-        seen: how often what has happened.
+        under_way: sessions, and the states that active operations may give them.
+        claims: sessions, and their possible next owners.
+        seen: how often each event has happened.
     """
 
     def __init__(self, random: Random, odds: Odds, *, is_sound: bool) -> None:
@@ -67,7 +68,7 @@ class World:
             self.step()
 
     def step(self) -> None:
-        """Do something, which may be broken off anywhere."""
+        """Run an operation, which may be interrupted at any call."""
         self.depth += 1
         try:
             self.random.choice((self.push, self.push, self.push, self.pull, self.other))()
@@ -87,7 +88,8 @@ class World:
         self._grow(server, session)
         state, takes = server.sessions[session], self.random.random() < 0.2
         self.ever[session].add(state)
-        source = Server(server.owner.name)  # as it is now, whatever becomes of it meanwhile
+        # the state as it is now, even if the session changes during the push
+        source = Server(server.owner.name)
         source.sessions[session] = state
         pusher = Pusher(
             self.view(),
@@ -157,7 +159,7 @@ class World:
             self.count("removed", result.num_removed)
 
     def wait(self) -> None:
-        """Let time pass; what is late is not as late as that."""
+        """Let time pass; late calls take effect earlier than that."""
         self.store.settle()
         self.store.now_s += self.random.choice([60.0, HOUR_S, 8 * HOUR_S, 25 * HOUR_S])
 
@@ -176,9 +178,9 @@ class World:
     def _changing(
         self, session: str, state: State | None, owner: str | None
     ) -> Iterator[Callable[[], bool]]:
-        """Note what a session may become. What is yielded notes that it did, and no other did.
+        """Note the states that a session may get. ¶ The yielded function notes that it got
 
-        It says so if nothing else has begun meanwhile, and nothing is late.
+        this state, unless another operation has begun since, or a call is late.
         """
         self.begun[session] += 1
         begun = self.begun[session]
@@ -202,7 +204,7 @@ class World:
 
     @contextmanager
     def _claiming(self, session: str, owner: str) -> Iterator[Callable[[], bool]]:
-        """As _changing, of who owns it."""
+        """Note possible owners, as _changing does states."""
         self.begun[session] += 1
         begun = self.begun[session]
         self.owners[session].add(owner)
@@ -225,7 +227,7 @@ class World:
         server.sessions[session] = (*base, *[10_000 + self.next_token] * more)
 
     def check(self) -> None:
-        """Read every session as somebody who suffers nothing does."""
+        """Read every session without any faults."""
         view = View(self.store, is_calm=True)
         for session in SESSIONS:
             reader = Server("reader")
@@ -233,7 +235,7 @@ class World:
                 found = Catalog(view).find("default", session)
                 if found.place != session_place(key_of(session)):
                     raise AssertionError(found.place)
-                # Its clock stands: what has expired and was not swept is of no interest here.
+                # Its clock stands still: expired sessions that were not swept do not matter here.
                 Puller(view, reader, reader.owner, SharedPace(), threads=1).pull(
                     found, found.version.stored_unix_s, copies=True
                 )
@@ -255,13 +257,13 @@ def play(seed: int, odds: Odds, *, is_sound: bool, num_steps: int) -> dict[str, 
     return world.seen
 
 
-def merged(runs: list[dict[str, int]]) -> dict[str, int]:
+def merge(runs: list[dict[str, int]]) -> dict[str, int]:
     return {what: sum(run.get(what, 0) for run in runs) for run in runs for what in run}
 
 
-def test_over_a_store_that_keeps_its_word() -> None:
-    """The last state that was pushed is there, whole, and has one owner."""
-    seen = merged(
+def test_a_reliable_store_has_the_last_pushed_state() -> None:
+    """The last pushed state is there, completely, and has one owner."""
+    seen = merge(
         [play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60) for seed in range(48, 88)]
     )
     wanted = {error.__name__ for error in (FencedError, OvertakenError, StoreFailedError)}
@@ -270,16 +272,16 @@ def test_over_a_store_that_keeps_its_word() -> None:
     assert seen["fetched in part"]
 
 
-def test_over_a_store_that_does_not() -> None:
-    """With partial lists and conditions that are not looked at: still no state but a whole one."""
-    seen = merged([play(seed, DOES_NOT, is_sound=False, num_steps=60) for seed in range(8)])
+def test_an_unreliable_store_never_gives_a_mixed_state() -> None:
+    """Listings are partial and conditions ignored: still a reader finds complete states only."""
+    seen = merge([play(seed, DOES_NOT, is_sound=False, num_steps=60) for seed in range(8)])
     assert min(seen[what] for what in ("pushed", "pulled", "swept", "dropped")) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 2000, 100))
-def test_for_long(first: int) -> None:
-    """The same, often."""
+def test_reliable_and_unreliable_stores_at_length(first: int) -> None:
+    """The same with many operations."""
     for seed in range(first, first + 100):
         play(seed, KEEPS_ITS_WORD, is_sound=True, num_steps=60)
         play(seed, DOES_NOT, is_sound=False, num_steps=60)

@@ -19,13 +19,13 @@ MOST_DRAFTED = 4
 
 
 def whole_pages(limits: SchedulerLimits) -> SchedulerLimits:
-    """The same with a whole number of pages, at least one."""
+    """Return the same limits with a whole number of pages, at least one."""
     size = limits.page_tokens
     return replace(limits, kv_slots=max(1, limits.kv_slots // size) * size) if size else limits
 
 
 def with_rows(limits: SchedulerLimits, full_items: int) -> SchedulerLimits:
-    """The same where layers with a window, if there are some, hold the last tokens only."""
+    """Return the same limits where layers with a window, if any, hold the last tokens only."""
     if not limits.attention_window:
         return limits
     step_tokens = max(limits.step_tokens, 1 + MOST_DRAFTED)
@@ -40,7 +40,7 @@ GROUPS = {1: (1, 2), 3: (1, 1), 5: (2, 1)}  # without a window, and with one
 
 
 def with_groups(limits: SchedulerLimits, num_full: int, num_windowed: int) -> SchedulerLimits:
-    """The same on pages of groups of layers, with a page of each at least."""
+    """Return the same limits on pages of groups of layers, at least one page of each."""
     size = limits.page_tokens
     rows = replace(limits.held_rows, step_tokens=max(limits.mixed_step_tokens, 1 + MOST_DRAFTED))
     groups = page_groups(num_full, num_windowed, rows.num_rows, size)
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         may_overtake=st.booleans(),
     )
     def submit(self, key, new_tokens, max_tokens, priority, expires_in, may_overtake) -> None:
-        """A session's turns come one after the other, unless one is being cancelled just now."""
+        """Submit a turn; turns of a session follow each other, unless one is being cancelled."""
         if not may_overtake and any(turn.request.key == key for turn in self.world.alive()):
             return
         deadline_ns = None if expires_in is None else self.world.now_ns + expires_in
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), times=st.integers(1, 4), ends=st.booleans(), keeps=st.booleans())
     def loop(self, data, times, ends, keeps) -> None:
-        """The engine's loop goes round a few times."""
+        """Run the engine's loop a few times."""
         for _ in range(times):
             self._loop(data, ends, keeps)
             self.world.check()
@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         amount=st.integers(1, 30),
     )
     def meanwhile(self, key, what, amount) -> None:
-        """What does not happen to a request."""
+        """Take a step that concerns no request."""
         world = self.world
         if what == "delete":
             world.drop_resident(key)
@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._look()
 
     def _look(self) -> None:
-        """There is an estimate."""
+        """Ask for the wait estimate: there is one."""
         assert self.world.scheduler.feed.interval_s >= 0
 
     @invariant()
@@ -215,7 +215,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 @pytest.mark.long
 class TestSchedulerLong(SchedulerMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(
         SchedulerMachine.TestCase.settings, max_examples=3000, stateful_step_count=120
@@ -245,7 +245,7 @@ def random_limits(random: Random) -> SchedulerLimits:
 
 
 def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
-    """Something happens to a turn, or it goes on waiting for that."""
+    """Let an event happen to a turn, or let the turn wait on."""
     if turn.num_saving and random.random() < 0.3:
         world.end_save(turn)
     if turn.is_writing and random.random() < 0.3:
@@ -267,7 +267,7 @@ def disturb(world: SchedulerWorld, turn: Turn, random: Random) -> None:
 
 
 def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
-    """The engine's loop, once."""
+    """Run the engine's loop once."""
     for turn in list(world.turns.values()):
         disturb(world, turn, random)
     for key in list(world.shifts):
@@ -281,7 +281,7 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     if world.late and random.random() < 0.2:
         seen["late"] += 1
         world.end_late()
-    if random.random() < 0.2:  # another answer is wanted
+    if random.random() < 0.2:  # a retry asks for another answer
         del world.conversations[random.choice(KEYS)][random.randint(5, 60) :]
     plan = world.schedule()
     seen["stalled"] += len(plan.stalled)
@@ -305,7 +305,7 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
 
 
 def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
-    """Turns come and go; at last no more come, and everything ends. Returns what happened."""
+    """Let turns come and go, then stop new ones until all end; return counts of the events."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
     world = SchedulerWorld(random_limits(random), random.choice([1.0, 1.0, 0.5, 0.2]))
     for _ in range(num_rounds):

@@ -1,7 +1,7 @@
-"""Under random queues and sessions the placement knows who is busy, and ranks each once.
+"""Under random queues and sessions the placement knows busy sessions, and ranks each once.
 
-A model keeps every engine's requests as plain lists; what the placement says is compared with what
-follows from them the long way.
+A model keeps every engine's requests as plain lists; the placement's results are compared with
+those computed from the lists.
 """
 
 from dataclasses import dataclass, field
@@ -37,14 +37,14 @@ TAGS = st.sampled_from([0.0, 1.0, 2.5])
 
 @dataclass
 class Requests:
-    """One engine's, as it knows them itself."""
+    """One engine's requests, as the engine has them."""
 
-    waiting: dict[int, QueuedRequest] = field(default_factory=dict)  # by number
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)  # requests by number
     running: dict[int, SessionKey] = field(default_factory=dict)
 
     @property
     def digest(self) -> int:
-        """Of all of it, computed anew."""
+        """Compute the digest of all requests anew."""
         digest = 0
         for request in self.waiting.values():
             digest = update_digest(digest, added=waiting_digest(request.rank, request.key))
@@ -70,13 +70,13 @@ class PlacementMachine(RuleBasedStateMachine):
         self.next_number = 0
         self.ranked = {tier: set() for tier in Tier}
         self.guarded = {}
-        self.opened = set()  # may have something to be read
+        self.opened = set()  # may have blocks on SSD that have to be read
 
     # --------------------------------------------------------------------------------------- queue
 
     @rule(engine_id=ENGINE_IDS, data=st.data(), interval_ns=INTERVALS)
     def change(self, engine_id, data, interval_ns) -> None:
-        """Some join, some start, some leave, some get another rank: all in one change."""
+        """Let some requests join, start, leave or change their ranks: all in one change."""
         requests = self.engines[engine_id]
         before = self._queued()
         left = data.draw(_some_of([*requests.waiting, *requests.running]), "left")
@@ -116,7 +116,7 @@ class PlacementMachine(RuleBasedStateMachine):
         engine_id=ENGINE_IDS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS
     )
     def replace(self, engine_id, data, keys, interval_ns) -> None:
-        """A full snapshot: what is kept of the old queue may stand anywhere."""
+        """Send a full snapshot: what remains of the old queue may be at any place."""
         requests = self.engines[engine_id]
         before = self._queued()
         kept = data.draw(_some_of([*requests.waiting]), "kept")
@@ -183,7 +183,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, opens=st.booleans())
     def read(self, key, opens) -> None:
-        """All of it is in DRAM, or something of it has left."""
+        """Put all of a session into DRAM, or remove some of it."""
         if opens:
             self.placement.prefetching.reopen(key)
             self.opened.add(key)
@@ -193,7 +193,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def load(self, key) -> None:
-        """An engine has what is stored: its turn may run before or after that is reported."""
+        """Load a session: its turn may run before or after that is reported."""
         self.placement.on_load(key)
         running = {key for requests in self.engines.values() for key in requests.running.values()}
         assert self.placement.is_released(key) == (key in running)
@@ -202,7 +202,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(Tier), key=KEYS)
     def give_way(self, tier, key) -> None:
-        """Who gives way to a session is some of those that go at all, in the same order."""
+        """Check that the sessions that give way to another are a part of all that can, in order."""
         order = list(self.placement.policy.victims(tier, self.now_ns))
         colder = list(self.placement.policy.victims(tier, self.now_ns, giving_way_to=key))
         assert key not in colder
@@ -213,7 +213,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(window=st.integers(0, 8), late=st.sets(KEYS))
     def pick(self, window, late) -> None:
-        """As looked for the long way: the first in time of those in the window, else the first."""
+        """Compare with a plain search: the first in time of those in the window, else the first."""
         found = self.placement.prefetching.pick(window, lambda key, _: key not in late)
         requests = list(self.placement.queue)
         first_at = {key: requests.index(key) for key in self._queued() & self.opened}
@@ -223,7 +223,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule()
     def return_soon(self) -> None:
-        """Only sessions that are on SSD, not in DRAM, and have no turn, come back in advance."""
+        """Check that only idle sessions on SSD, and not in DRAM, are read before they return."""
         returning = list(self.placement.policy.returning(self.now_ns))
         assert len(set(returning)) == len(returning)
         for key in returning:
@@ -236,7 +236,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_is_known(self) -> None:
-        """Each engine's order is its own; a session is busy while a turn of it waits or runs."""
+        """Check each engine's order; a session is busy while its turn waits or runs."""
         if not hasattr(self, "placement"):
             return
         queue = self.placement.queue
@@ -254,7 +254,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_is_ranked_once(self) -> None:
-        """In the tiers it is in; guarded ones after all others, queued ones after idle ones."""
+        """Check each tier's order: guarded sessions after all others, queued after idle ones."""
         if not hasattr(self, "placement"):
             return
         policy = self.placement.policy
@@ -287,9 +287,9 @@ class PlacementMachine(RuleBasedStateMachine):
         }
 
     def _reopened(self, before, touched) -> None:
-        """Who begins to wait is looked at, and who left is not; the rest may or may not be.
+        """Check the changed sessions: those that begin to wait, not those that left, others
 
-        A request that stands where it stood, and another one of a waiting session, are no change.
+        maybe. ¶ A request at an unchanged place, or another one of a waiting session, is no change.
         """
         queued, order = self._queued(), self.placement.prefetching
         self.opened = (self.opened & queued) | (queued - before)

@@ -1,8 +1,9 @@
-"""Whatever services and their store suffer, no turn that the store has is ever lost.
+"""Whatever services and their store suffer, no turn in the store is ever lost.
 
 Two services add turns to the same sessions, delete and fork them, over a store that fails, lies, is
 late, in processes that die; a third, bare one adds turns in the middle of their calls. After each
-operation a calm reader looks. At the end, when all is well again, everybody has the same.
+operation a reader without faults checks the store. At the end, when all faults are over, all
+services have the same turns.
 """
 
 from collections import Counter
@@ -45,7 +46,7 @@ NO_PAUSE = {"first_s": 0.0, "longest_s": 0.0}
 
 
 class Inline(Executor):
-    """Runs each call at once: what happens in its middle is the store's to say."""
+    """Runs each call at once: the store decides what happens in its middle."""
 
     def submit(self, do, /, *args, **kwargs):
         future = Future()
@@ -60,20 +61,20 @@ class Inline(Executor):
 
 
 def turn(number, name):
-    """A turn that is known by its name."""
+    """Return a turn that is identified by its name."""
     return TurnRecord(
         *(number, name, "d", (1, 2, 3), (9,), ("x",), (), (), 1, "stop", Usage(), 1.0)
     )
 
 
 class World:
-    """Services, their store, and what a calm reader has found there.
+    """Services, their store, and the turns that a reader without faults has found there.
 
     Attributes:
-        found: of each session, the turns that the store had when it was looked at last.
-        added: turns that came in the middle of the operation.
-        may_go: sessions that are deleted, or may be: nobody knows what a silent store has done.
-        seen: how often what has happened.
+        found: of each session, the turns that the store had at the last check.
+        added: turns added in the middle of the operation.
+        may_go: sessions that are deleted, or may be: a call that failed may have taken effect.
+        seen: how often each event has happened.
     """
 
     def __init__(self, random: Random, directory: Path) -> None:
@@ -110,7 +111,7 @@ class World:
         before = transcript or Transcript(Header(*key))
         new = turn(len(before.turns), f"m{next(self.names)}")
         after = before.with_turn(new, is_final=False)
-        with suppress(OvertakenError):  # a late writer was there
+        with suppress(OvertakenError):  # another writer was earlier
             register.replace(
                 version.seen if version else NOTHING,
                 encode_value(encode_transcript(after), key, SEALER),
@@ -119,13 +120,13 @@ class World:
             self.added.append((key, new.request_id))
 
     def _there(self, key: SessionKey) -> tuple[bytes | None, list[str]]:
-        """The store's file of a session, and the names of its turns."""
+        """Return the store's file of a session, and the names of its turns."""
         version = register_of(View(self.store, is_calm=True), key).read()
         data, transcript = decode_value(version.data, key, SEALER) if version else (None, None)
         return data, [one.request_id for one in transcript.turns] if transcript else []
 
     async def step(self) -> None:
-        """One operation of one service, and a look at what became of it."""
+        """Run one operation of one service, and check what became of it."""
         number = self.random.randrange(len(self.services))
         service, key = self.services[number], self.random.choice(KEYS)
         do = self.random.choice([self._append] * 6 + [self._delete, self._let_go, self._catch_up])
@@ -159,7 +160,7 @@ class World:
             self.seen["deleted"] += 1
 
     async def _let_go(self, service: TranscriptStore, key: SessionKey) -> None:
-        """What others have added since this service has seen the session is not lost."""
+        """Check that a service loses no turns that others have added since it read the session."""
         here = await service.find(key)
         if here is None:
             return
@@ -178,7 +179,7 @@ class World:
         await service.catch_up()
 
     def look(self) -> None:
-        """No turn that the store had is missing there, unless its session was deleted."""
+        """Check that no turn of the store is missing, unless its session was deleted."""
         for key in KEYS:
             before, now = self.found[key], self._there(key)[1]
             self.found[key] = now
@@ -188,7 +189,7 @@ class World:
                 self.may_go.discard(key)
 
     async def settle(self) -> None:
-        """All is well again: everybody catches up, and has the same."""
+        """End all faults: all services catch up, and have the same turns."""
         self.store.settle()
         self.store.odds, self.store.meanwhile = Odds(), lambda: None
         self.services = [self._service(number) for number in range(len(self.services))]
@@ -206,8 +207,8 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_turn_that_the_store_has_is_lost(seed, tmp_path):
-    """Sixty operations, then peace."""
+async def test_no_turn_in_the_store_is_lost(seed, tmp_path):
+    """Sixty operations with faults, then time to catch up."""
     world = World(Random(seed), tmp_path)  # noqa: S311
     for _ in range(60):
         await world.step()

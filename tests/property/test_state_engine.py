@@ -1,7 +1,7 @@
 """The same random calls, completions and crashes where a model has states: no load is ever wrong.
 
-The oracle is as plain as that of tokens: a state is a digest of the last row before it, which is
-one of all tokens. Positions are baked into keys there, so a discard leaves a prefix.
+The oracle is as simple as that of tokens: a state is a digest of the last row before it, which is
+one of all tokens. Keys there depend on positions, so only a prefix survives a discard.
 """
 
 from dataclasses import replace
@@ -21,18 +21,18 @@ NUM_PARTS = STATE_LAYOUT.state_slots
 
 
 def state_of(row: Row) -> list[list[Row]]:
-    """What the slots of a state hold behind the tokens up to this row."""
+    """Return the contents of a state's slots behind the tokens up to this row."""
     return [[hash(("state", part, row))] for part in range(NUM_PARTS)]
 
 
 class StateMachine(CacheMachine):
-    """Engines have states at some places, and want to go on from one."""
+    """Engines have states at some places, and want to continue from one."""
 
     layout = STATE_LAYOUT
-    graft = None  # positions are baked into keys
+    graft = None  # keys depend on positions
 
     def _positions(self, tokens: list[int]) -> list[int]:
-        """Ends of some phrases, and of all."""
+        """Return the ends of some phrases, and of all tokens."""
         return sorted({at for at in (5, 9, len(tokens) - 3, len(tokens)) if 0 < at <= len(tokens)})
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
@@ -81,14 +81,14 @@ class StateMachine(CacheMachine):
         new_tokens=TOKENS,
     )
     def go_on_from_another(self, key, other, engine_id, kept, new_tokens) -> None:
-        """A session begins like another one, or like itself, somewhere in the middle of a block."""
+        """Begin a session like another one, or like itself, from the middle of a block."""
         tokens = self.conversations[other].tokens[:kept]
         self.conversations[key].replace(tokens, compute([], tokens))
         self.turn(key, new_tokens, engine_id, is_quiet=True)
 
     @rule(key=st.sampled_from(KEYS), engine_id=st.sampled_from(ENGINE_IDS))
     def long_talk(self, key, engine_id) -> None:
-        """Turn after turn: states are superseded."""
+        """Run turn after turn: newer states replace older ones."""
         for phrase in PHRASES:
             self.turn(key, phrase, engine_id, is_quiet=False)
         self.world.quiesce()
@@ -102,6 +102,6 @@ TestStateEngine = StateMachine.TestCase
 
 @pytest.mark.long
 class TestStateEngineLong(StateMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(StateMachine.TestCase.settings, max_examples=3000, stateful_step_count=120)

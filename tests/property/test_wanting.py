@@ -1,4 +1,4 @@
-"""Loads that wait for what is fetched: each is told of the end, and none waits for ever."""
+"""Loads that wait for a fetch: each is notified of its end, and none waits for ever."""
 
 from math import inf
 
@@ -37,16 +37,19 @@ RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
 
 class WantingMachine(RuleBasedStateMachine):
-    """Turns come and wait, somebody answers or does not, sessions come, grow and go."""
+    """Turns come and wait, a follower answers or does not, sessions come, grow and go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = new_world(wants_sessions=True)
-        self.waiting: dict = {}  # history and since when, of sessions that a load waits for
-        self.asked: dict = {}  # when a session was last asked for, and how much there was of it
-        self.leases: dict = {}  # stores under way
-        self.growths: dict = {}  # imports under way that let their sessions grow
-        self.fetched: set = set()  # what loads have waited for: when it goes it is asked for anew
+        # for each session that a load waits for: its history, and since when
+        self.waiting: dict = {}
+        # when a session was last requested, and how much of it was stored then
+        self.asked: dict = {}
+        self.leases: dict = {}  # active stores
+        self.growths: dict = {}  # active imports that let their sessions grow
+        # sessions that loads have waited for: when one is dropped it is requested anew
+        self.fetched: set = set()
         self.num_ended = self.num_requests = 0
 
     @property
@@ -54,7 +57,7 @@ class WantingMachine(RuleBasedStateMachine):
         return self.world.engine.wanting
 
     def _happened(self) -> None:
-        """Look at what the engine says; who is told that a fetch has ended asks again."""
+        """Process the engine's events; a load that is notified of a fetch's end asks again."""
         while True:
             self.world.pump()
             events, self.world.events = self.world.events, []
@@ -63,7 +66,8 @@ class WantingMachine(RuleBasedStateMachine):
                     before, there_before = self.asked.get(event.key, (-ASK_AGAIN_NS, 0))
                     there = int(event.fields["stored_tokens"])
                     is_again = self.world.now_ns >= before + ASK_AGAIN_NS
-                    has_grown = there > there_before  # what was nowhere has gone on here
+                    # a session that was nowhere has continued here
+                    has_grown = there > there_before
                     assert is_again or has_grown or event.key in self.fetched
                     is_growing = self.world.engine.growing.is_growing(event.key)
                     is_first = event.key in self.fetched or event.key not in self.asked
@@ -132,7 +136,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, num_blocks=st.integers(1, 3))
     def come(self, key, num_blocks) -> None:
-        """It comes, by a turn or by a pull; else, or while more comes, who waits goes on."""
+        """Let a session come, by a turn or a pull; loads wait on while more of it comes."""
         store(self.world, key, BLOCKS[: num_blocks * len(ONES)])
         self._happened()
         is_growing = self.world.engine.growing.is_growing(key)
@@ -140,7 +144,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, num_blocks=st.integers(1, 3))
     def grow(self, key, num_blocks) -> None:
-        """An import has so much of it, or more; what the session then has is of its tokens."""
+        """Let an import bring so many tokens of a session, or more."""
         source = key._replace(session_id=f"import-{key.session_id}")
         growth = self.growths.setdefault(key, Growth(key, source, WHOLE, len(BLOCKS)))
         store(self.world, source, BLOCKS[: num_blocks * len(ONES)])
@@ -153,7 +157,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(key=SOME, is_whole=st.booleans())
     def end_growth(self, key, is_whole) -> None:
-        """It is over: who waits for the session does so no longer, unless it is asked for anew."""
+        """End an import: no load waits for the session any more unless it is requested anew."""
         was_growing = self.world.engine.growing.is_growing(key)
         if key in self.growths:
             self._end_growth(key, is_whole=is_whole)
@@ -161,7 +165,7 @@ class WantingMachine(RuleBasedStateMachine):
         assert not (was_growing and self._has_come(key)) or key not in self.waiting
 
     def _has_come(self, key) -> bool:
-        """Whether there is more of it than when it was asked for."""
+        """Return whether more of the session is stored than when it was requested."""
         return key in self.asked and self._num_stored(key) > self.asked[key][1]
 
     def _end_growth(self, key, *, is_whole) -> None:
@@ -200,7 +204,7 @@ class WantingMachine(RuleBasedStateMachine):
 
     @rule(ns=st.sampled_from([1, ANSWER_NS // 2, ANSWER_NS, ASK_AGAIN_NS]))
     def wait(self, ns) -> None:
-        """Time passes; what is due then is done, as a timer of kvd's does it."""
+        """Let time pass; run what is due then, as a timer of kvd's does."""
         until_ns = self.world.now_ns + ns
         while (due_ns := self.world.engine.next_deadline_ns()) is not None and due_ns <= until_ns:
             self._pass(max(due_ns, self.world.now_ns))
@@ -213,8 +217,8 @@ class WantingMachine(RuleBasedStateMachine):
         self.world.engine.advance(now_ns)
 
     @invariant()
-    def who_waits_has_reason_to(self) -> None:
-        """Whoever has none was told so; each wait is counted once."""
+    def waiting_loads_have_a_reason(self) -> None:
+        """Check that loads wait only while a fetch may succeed; each wait is counted once."""
         for key in list(self.waiting):
             if not self._is_awaited(key):
                 self.world.pump()

@@ -1,6 +1,6 @@
 """Discards, compactions and losses where layers have windows: each row of each is the context's.
 
-Grafts are left out: nothing is given where there are windows.
+Grafts are left out: layouts with windows do not support them.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from tests.property.test_window_engine import WINDOW, WINDOW_LAYOUT, fill_window
 
 
 class WindowDiscardMachine(DiscardMachine):
-    """Windows are of what an engine has had for this very context, in this very place."""
+    """Checks that windows are those an engine had for this very context, in this very place."""
 
     layout = WINDOW_LAYOUT
     graft = None
@@ -45,7 +45,7 @@ TestWindowDiscards = WindowDiscardMachine.TestCase
 
 @pytest.mark.long
 class TestWindowDiscardsLong(WindowDiscardMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(
         WindowDiscardMachine.TestCase.settings, max_examples=1000, stateful_step_count=60

@@ -1,7 +1,7 @@
 """The same random calls, completions and crashes where layers have windows: no load is ever wrong.
 
-The oracle is as plain as that of tokens: the window of a block is the rows of that block once more,
-in each of its parts. A load ends where all rows are there that layers attend to from there on.
+The oracle is as simple as that of tokens: the window of a block is the rows of that block once
+more, in each of its parts. A load ends where all rows exist that layers attend to from there on.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ assert ExtentShape(WINDOW_LAYOUT).sectors_per_extent == SHAPE.sectors_per_extent
 
 
 def window_of(rows: list[Row], num_parts: int = NUM_PARTS) -> list[list[tuple[int, ...]]]:
-    """What the slots of a window hold of a block with these rows."""
+    """Return the contents of a window's slots for a block with these rows."""
     return [[(part, *rows)] for part in range(num_parts)]
 
 
 def fill_windows(slots: list, rows: list[Row], answer: StoreAnswer) -> None:
-    """Write the windows that are granted, of tokens with these rows."""
+    """Write the granted windows of tokens with these rows."""
     for window in answer.windows:
         there = rows[window.token_offset : window.token_offset + window.num_tokens]
         parts = window_of(there, len(window.slot_ids))
@@ -42,7 +42,7 @@ def fill_windows(slots: list, rows: list[Row], answer: StoreAnswer) -> None:
 def check_windows(
     slots: list, rows: list[Row], answer: LoadAnswer, num_tokens: int = WINDOW
 ) -> None:
-    """What is granted has the rows that layers attend to from its end on, and no other rows."""
+    """Check that a grant has the rows that layers attend to from its end on, and no others."""
     if not answer.windows:
         assert answer.more, "tokens come with their windows, or the rest comes later"
         return
@@ -60,14 +60,14 @@ def check_windows(
 
 
 class WindowMachine(CacheMachine):
-    """Engines want to go on from some places."""
+    """Engines want to continue from some places."""
 
     layout = WINDOW_LAYOUT
     scale = 2
-    graft = None  # nothing is given where there are windows
+    graft = None  # layouts with windows do not support grafts
 
     def _positions(self, tokens: list[int]) -> list[int]:
-        """Ends of some phrases, and of all; and one that is yet to come."""
+        """Return the ends of some phrases, of all tokens, and one that is yet to come."""
         return sorted({at for at in (9, len(tokens) - 3, len(tokens), len(tokens) + 5) if at > 0})
 
     def _fill(self, answer: StoreAnswer, rows: list[Row]) -> None:
@@ -87,7 +87,7 @@ class WindowMachine(CacheMachine):
 
     @invariant()
     def keeps_few(self) -> None:
-        """Of what is its own alone a session has the windows of a few ends, and no others."""
+        """Check that a session keeps the windows of a few ends of its own blocks, and no others."""
         if not hasattr(self, "world"):
             return
         most = 7 * (WINDOW + 2 * BLOCK_TOKENS)  # the first, the newest two, and those to come
@@ -105,7 +105,7 @@ class WindowMachine(CacheMachine):
         new_tokens=TOKENS,
     )
     def go_on_from_another(self, key, other, engine_id, kept, new_tokens) -> None:
-        """A session begins like another one, or like itself."""
+        """Begin a session like another one, or like itself."""
         if self.conversations[other].discarded or self.conversations[key].discarded:
             return
         tokens = self.conversations[other].tokens[:kept]
@@ -114,7 +114,7 @@ class WindowMachine(CacheMachine):
 
     @rule(key=st.sampled_from(KEYS), engine_id=st.sampled_from(ENGINE_IDS))
     def long_talk(self, key, engine_id) -> None:
-        """Turn after turn: windows are superseded."""
+        """Run turn after turn: newer windows replace older ones."""
         for phrase in PHRASES:
             self.turn(key, phrase, engine_id, is_quiet=False)
         self.world.quiesce()
@@ -128,6 +128,6 @@ TestWindowEngine = WindowMachine.TestCase
 
 @pytest.mark.long
 class TestWindowEngineLong(WindowMachine.TestCase):
-    """The same, at length."""
+    """Runs the same machine at length."""
 
     settings = settings(WindowMachine.TestCase.settings, max_examples=3000, stateful_step_count=120)

@@ -1,4 +1,4 @@
-"""Commands import what they use: help, versions and lists come quickly. No time is measured."""
+"""Commands import only what they use: help, versions and lists are fast. No time is measured."""
 
 import asyncio
 import os
@@ -37,15 +37,15 @@ except SystemExit as end:
 """
 
 
-def imported_by(program, *arguments):
-    """The exit code of a command, and what it has imported when it ends."""
+def imports_of(program, *arguments):
+    """Return the exit code of a command, and its imports at the end."""
     done = subprocess.run(
         [sys.executable, "-c", _SHOW, PROGRAMS[program], *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
-        # Coverage and the like come with modules of their own.
+        # Coverage and the like add their own modules.
         env={name: value for name, value in os.environ.items() if not name.startswith("COV")},
     )
     code, *modules = done.stderr.splitlines()[-1].split()
@@ -53,15 +53,15 @@ def imported_by(program, *arguments):
 
 
 @pytest.mark.parametrize("name", KVD_COMMANDS)
-def test_help_says_of_each_kvd_command_its_own_first_sentence(name):
-    """The list of commands is written without importing them, and says what they say."""
+def test_each_kvd_command_is_listed_with_its_own_first_sentence(name):
+    """The list is written without importing the commands."""
     command = root_command().commands[name]
     assert (command.name, command.hidden) == (name, KVD_COMMANDS[name].hidden)
     assert summary(command) == KVD_COMMANDS[name].summary
 
 
 @pytest.mark.parametrize("name", INFERENCE_COMMANDS)
-def test_help_says_of_each_service_command_its_own_first_sentence(name):
+def test_each_service_command_is_listed_with_its_own_first_sentence(name):
     """As above."""
     command = typer.main.get_command(inference_cli.app).commands[name]
     assert (command.name, command.hidden) == (name, INFERENCE_COMMANDS[name].hidden)
@@ -78,36 +78,36 @@ def test_help_says_of_each_service_command_its_own_first_sentence(name):
         ("inference-svc", ("--version",)),
     ],
 )
-def test_what_asks_nobody_imports_nothing_to_ask_with(program, arguments):
-    """Neither gRPC nor settings nor tables are imported, nor checks of what nobody has typed."""
-    code, modules = imported_by(program, *arguments)
+def test_local_commands_import_no_client(program, arguments):
+    """Neither gRPC nor settings nor tables are imported, nor checks of unused options."""
+    code, modules = imports_of(program, *arguments)
     assert code == 0
     assert sorted(modules & (NEVER | FOR_CALLS | FOR_TABLES)) == []
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("leases",), ("stats",)])
 async def test_a_list_needs_no_settings(tmp_path, monkeypatch, arguments):
-    """What asks the daemon imports gRPC and tables, and none of the daemon's own."""
+    """Commands that ask the daemon import gRPC and tables, and none of its own modules."""
     async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
-        # By the environment, as nearly everybody has it by default.
+        # By the environment, as it usually is.
         monkeypatch.setenv("KVD_RUNTIME_DIR", str(kvd.runtime_dir))
-        code, modules = await asyncio.to_thread(imported_by, "kvd", *arguments)
+        code, modules = await asyncio.to_thread(imports_of, "kvd", *arguments)
     assert code == 0
     assert "grpc" in modules
     assert sorted(modules & NEVER) == []
 
 
 def test_a_client_of_the_service_needs_no_model(tmp_path, monkeypatch):
-    """`status` imports neither PyTorch nor settings; here nobody answers, as its code says."""
+    """`status` imports neither PyTorch nor settings; here no service answers."""
     monkeypatch.setenv("INFERENCE_ADDRESS", f"unix:{tmp_path}/nobody.sock")
-    code, modules = imported_by("inference-svc", "status")
+    code, modules = imports_of("inference-svc", "status")
     assert code == 69
     assert sorted(modules & (NEVER - {"pydantic"})) == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values())
-def test_a_process_that_ends_looks_for_no_cycles(program):
-    """It would take a quarter of what `kvd ls` takes in all."""
+def test_a_process_that_ends_runs_no_garbage_collection(program):
+    """It would take a quarter of the time of `kvd ls`."""
     script = f"""
 import atexit, gc, importlib, sys
 atexit.register(lambda: print(gc.get_freeze_count() > 0))  # after what is registered later

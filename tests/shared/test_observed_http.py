@@ -1,4 +1,4 @@
-"""HTTP for monitors, and what is logged of clients' requests, over real connections."""
+"""HTTP for monitors, and log lines of clients' requests, with real connections."""
 
 import asyncio
 import json
@@ -32,8 +32,8 @@ def _restore_logging():
 
 
 @asynccontextmanager
-async def served(app, listen="127.0.0.1:0"):
-    """Serve an application, and give a session and its base."""
+async def serve(app, listen="127.0.0.1:0"):
+    """Serve an application; return a session and its base."""
     server = HttpServer(app, {listen: None})
     await server.start()
     try:
@@ -44,16 +44,16 @@ async def served(app, listen="127.0.0.1:0"):
 
 
 def operations(why_not="", clients=None):
-    """What the routes ask."""
+    """Return what the routes report."""
     state = SimpleNamespace(why_not=why_not)
     book = ClientBook(Clients(clients or {}))
     return state, Operations(EXPORTER, lambda: state.why_not, book)
 
 
 async def test_probes_and_metrics():
-    """The process lives while it answers, and is ready until it says why not."""
+    """The process is alive while it answers, and ready unless it gives a reason."""
     state, asked = operations()
-    async with served(operations_app(asked)) as (session, base):
+    async with serve(operations_app(asked)) as (session, base):
         async with session.get(f"{base}/metrics") as response:
             assert "a_rows 7.0" in await response.text()
             assert response.headers["Content-Type"].startswith("text/plain")
@@ -66,7 +66,7 @@ async def test_probes_and_metrics():
 
 
 async def test_who_may_read_the_metrics():
-    """Where strangers come by, metrics take a reader of all tenants; probes stay open."""
+    """On public addresses metrics need a reader of all tenants; probes are open."""
     tokens = {name: new_token() for name in ("monitor", "other", "some")}
     digests = {name: (token_digest(token),) for name, token in tokens.items()}
     clients = {
@@ -75,7 +75,7 @@ async def test_who_may_read_the_metrics():
         "some": ClientSettings(token_sha256=digests["some"], tenants=["a"], roles=["reader"]),
     }
     _, asked = operations(clients=clients)
-    async with served(operations_app(asked), "0.0.0.0:0") as (session, base):
+    async with serve(operations_app(asked), "0.0.0.0:0") as (session, base):
         for token, status in (
             (tokens["monitor"], 200),
             (tokens["other"], 403),
@@ -91,8 +91,8 @@ async def test_who_may_read_the_metrics():
             assert response.status == 200
 
 
-async def test_an_address_or_none(short_dir):
-    """Without an address nothing is served; with one it is, until the end."""
+async def test_an_optional_address(short_dir):
+    """Without one nothing is served; with one it is, until the end."""
     _, asked = operations()
     async with serve_operations(MetricsSettings(), TlsSettings(), asked):
         pass
@@ -109,21 +109,21 @@ async def test_an_address_or_none(short_dir):
     ("address", "is_for_all"),
     [("unix:/run/x.sock", True), ("127.0.0.1:1", True), ("[::1]:1", True), ("0.0.0.0:1", False)],
 )
-def test_open_addresses(address, is_for_all):
-    """A Unix socket and the loopback need no guard, anything else does."""
+def test_addresses_without_authentication(address, is_for_all):
+    """A Unix socket and the loopback need none, all others do."""
     assert is_open(address) is is_for_all
 
 
-def test_one_address_that_strangers_reach_has_to_be_guarded():
-    """Beside others that nobody else reaches, too."""
+def test_a_public_address_needs_authentication():
+    """Also beside private ones."""
     settings = MetricsSettings(listen=["127.0.0.1:1", "0.0.0.0:2"])
     with pytest.raises(UnguardedError, match=r"0\.0\.0\.0:2"):
         settings.check_guarded(TlsSettings(), {})
     MetricsSettings(listen=["127.0.0.1:1", "unix:/run/m"]).check_guarded(TlsSettings(), {})
 
 
-async def test_each_address_is_as_open_as_it_is(short_dir):
-    """Of one server, the socket tells the metrics to whoever may open it, the port to clients."""
+async def test_each_address_has_its_own_authentication(short_dir):
+    """Of one server: the socket's users need none for metrics, the port's clients do."""
     path = short_dir / "metrics.sock"
     _, asked = operations()
     server = HttpServer(operations_app(asked), {f"unix:{path}": None, "0.0.0.0:0": None})
@@ -140,8 +140,8 @@ async def test_each_address_is_as_open_as_it_is(short_dir):
         await server.stop(GRACE_S)
 
 
-async def test_requests_are_counted_and_told(capsys):
-    """Each request has one line, with route, status and trace id, and never what was sent."""
+async def test_requests_are_counted_and_logged(capsys):
+    """Each has one line, with route, status and trace id, and without its contents."""
     configure_logging("info", json=True)
     metrics = HttpMetrics()
 
@@ -157,7 +157,7 @@ async def test_requests_are_counted_and_told(capsys):
     app = web.Application(middlewares=[request_observer(metrics)])
     app.router.add_get("/items/{id}", item)
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "Authorization": "Bearer sesame1"}
-    async with served(app) as (session, base):
+    async with serve(app) as (session, base):
         for path in ("/items/1", "/items/2", "/items/refuse", "/items/break", "/secret-path"):
             async with session.get(base + path, headers=headers) as response:
                 await response.read()
@@ -177,8 +177,8 @@ async def test_requests_are_counted_and_told(capsys):
     assert [line.get("client") for line in lines] == ["someone"] * 4 + [None]
 
 
-async def test_who_leaves_is_told(capsys):
-    """A request whose client goes away counts as 499."""
+async def test_a_disconnected_client_is_logged(capsys):
+    """Its request counts as 499."""
     configure_logging("info", json=True)
     metrics, begun, left = HttpMetrics(), asyncio.Event(), asyncio.Event()
 
@@ -191,7 +191,7 @@ async def test_who_leaves_is_told(capsys):
 
     app = web.Application(middlewares=[request_observer(metrics)])
     app.router.add_get("/wait", wait)
-    async with served(app) as (session, base):
+    async with serve(app) as (session, base):
         asking = asyncio.create_task(session.get(f"{base}/wait"))
         await begun.wait()
         asking.cancel()

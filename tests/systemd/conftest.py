@@ -1,4 +1,4 @@
-"""Containers, each booted once; see prepare.sh, which `make test-systemd` runs before."""
+"""Fixtures for containers, each booted once; `make test-systemd` runs prepare.sh before."""
 
 import os
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def _booted(name: str) -> AsyncIterator[Container]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def booted():
-    """A booted container in which the pair is installed."""
+    """Boot a container in which the pair is installed."""
     async with _booted("kvd-test") as container:
         await container.install()
         yield container
@@ -34,13 +34,13 @@ async def booted():
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def bare():
-    """A booted container in which nothing is installed yet."""
+    """Boot a container in which nothing is installed yet."""
     async with _booted("kvd-bare") as container:
         yield container
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def container(booted):
-    """The container with a kvd that serves and has nothing stored."""
+    """Return the container with an empty, running kvd."""
     await booted.fresh_kvd()
     return booted

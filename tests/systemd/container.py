@@ -1,4 +1,4 @@
-"""A machine with the pair installed as an operator would, and kvd's sizes made small."""
+"""A machine with the pair installed as by an operator, and with small sizes for kvd."""
 
 import json
 import shutil
@@ -12,12 +12,12 @@ from tests.systemd.machine import HOST_PACKAGES, VENV, Machine, fitting_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = "/opt/source"  # the repository, inside
-TESTS_INSIDE = "/opt/tests"  # what of tests/ is needed inside
+TESTS_INSIDE = "/opt/tests"  # the needed parts of tests/, inside
 DROP_IN = "/etc/systemd/system/kvd.service.d/test.conf"
 NEXT_VENV = "/opt/cachedattention-next"
 NEXT_VERSION = "99.0.0"
 ENGINE_USER = "inference"
-# Of the shipped unit and settings only sizes are changed, which depend on the machine otherwise.
+# Only the sizes of the shipped unit and settings change, since they depend on the machine.
 SIZES = {
     "KVD_DRAM__BYTES": "4MB",
     "KVD_SSD__BYTES": "32MB",
@@ -30,13 +30,18 @@ class Container(Machine):
     """One boot.
 
     Args:
-        cache: the directory that prepare.sh filled.
-        suite: the Debian release in it.
-        name: of the machine.
+
+    cache: the directory that prepare.sh filled.
+
+    suite: the Debian release in it.
+
+    name: of the machine.
 
     Attributes:
-        wheel: this tree's, inside.
-        has_torch: whether inference services can run in it.
+
+    wheel: this tree's, inside.
+
+    has_torch: whether inference services can run in it.
     """
 
     def __init__(self, cache: Path, suite: str, name: str) -> None:
@@ -51,7 +56,7 @@ class Container(Machine):
         self.has_torch = packages is not None
 
     async def boot(self) -> None:
-        """Start it; the wheel lies in it, nothing is installed."""
+        """Start it with the wheel inside; nothing is installed."""
         await super().boot()
         shutil.copy(self._wheel, self.path("/opt"))
         if self.has_torch:
@@ -59,7 +64,7 @@ class Container(Machine):
             (site / "host-packages.pth").write_text(f"{HOST_PACKAGES}\n")
 
     async def site_packages(self, venv: str = VENV) -> str:
-        """Where a virtual environment of the container has its packages."""
+        """Return where a virtual environment of the container has its packages."""
         code = "import sys; print('%d.%d' % sys.version_info[:2])"
         return f"{venv}/lib/python{await self.run('python3', '-c', code)}/site-packages"
 
@@ -71,11 +76,11 @@ class Container(Machine):
         for module in ("synthetic_engine.py", "driven_engine.py"):
             self._copy(REPOSITORY / "tests" / module, f"{TESTS_INSIDE}/tests")
         await self.configure()
-        # A unit that nothing refers to is forgotten by systemd once it stops, and its fd store too.
+        # systemd forgets an unreferenced unit when it stops, with its fd store.
         await self.run("systemctl", "enable", "kvd")
 
     async def install_next(self) -> None:
-        """Install a newer release of kvd in another place, and have the unit start that one."""
+        """Install a newer release of kvd elsewhere, and have the unit start that one."""
         await self.run("python3", "-m", "venv", "--without-pip", NEXT_VENV)
         site = await self.site_packages(NEXT_VENV)
         self.path(f"{site}/dependencies.pth").write_text(f"{await self.site_packages()}\n")
@@ -87,7 +92,7 @@ class Container(Machine):
         await self.configure(f"ExecStart=\nExecStart={start}")
 
     async def configure(self, *lines: str, **environment: str) -> None:
-        """Write the drop-in of kvd.service: sizes, and whatever a test wants otherwise."""
+        """Write the drop-in of kvd.service: sizes, and a test's own settings."""
         variables = [f"Environment={k}={v}" for k, v in {**SIZES, **environment}.items()]
         drop_in = self.path(DROP_IN)
         drop_in.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +110,7 @@ class Container(Machine):
         await self.run("systemctl", "start", "kvd")
 
     async def until_replaced(self, pid: str, unit: str = "kvd") -> None:
-        """Return when another process than `pid` is the service, and says that it is ready."""
+        """Return when a process other than `pid` is the service, and is ready."""
 
         async def is_replaced() -> bool:
             shown = await self.run("systemctl", "show", "--property=MainPID,SubState", unit)
@@ -114,7 +119,7 @@ class Container(Machine):
         await self.until(is_replaced)
 
     async def stats(self) -> dict:
-        """`kvd stats --json`, by whatever version is installed first."""
+        """Return `kvd stats --json`, by the version that is installed first."""
         return json.loads(await self.run(f"{VENV}/bin/kvd", "stats", "--json"))
 
     def _copy(self, file: Path, directory: str) -> None:
@@ -125,7 +130,7 @@ class Container(Machine):
 
 @asynccontextmanager
 async def engine_inside(container: Container) -> AsyncIterator[DrivenEngine]:
-    """An attached engine in the container, that stays up until the end."""
+    """Run an attached engine in the container until the end."""
     command = (f"{VENV}/bin/python", "-m", "tests.driven_engine", "/run/kvd")
     path = (f"PYTHONPATH={TESTS_INSIDE}",)
     engine = DrivenEngine(await container.spawn(*command, user=ENGINE_USER, environment=path))

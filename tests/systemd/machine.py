@@ -1,7 +1,7 @@
 """A real systemd, booted in a container.
 
-The root file system is the one that prepare.sh made; what happens in it goes to memory and is
-forgotten at the end. Commands enter through the namespaces of its first process.
+prepare.sh made the root file system; changes stay in memory and are dropped at the end. Commands
+enter through the namespaces of its first process.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 VENV = "/opt/cachedattention"
-# PYTHON's packages, for what the container's own environment lacks: torch and its like.
+# PYTHON's packages, for what the container's environment lacks: torch and similar ones.
 HOST_PACKAGES = "/opt/host-packages"
 BOOT_S = CHANGE_S = 60.0
 POLL_S = 0.02
@@ -22,9 +22,12 @@ class Machine:
     """One boot.
 
     Args:
-        root: the root file system.
-        name: of the machine.
-        binds: directories of the host, by their path inside; read-only.
+
+    root: the root file system.
+
+    name: of the machine.
+
+    binds: directories of the host, by their path inside; read-only.
     """
 
     def __init__(self, root: Path, name: str, binds: dict[str, Path]) -> None:
@@ -43,7 +46,7 @@ class Machine:
             *(f"--bind-ro={outside}:{inside}" for inside, outside in self._binds.items()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            # The new kind of cgroups, also on hosts with the old one, which new releases refuse.
+            # The unified cgroups, also on hosts with the old ones, which new releases refuse.
             env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
         )
         async with asyncio.timeout(BOOT_S):
@@ -52,7 +55,7 @@ class Machine:
                 await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """End it and everything in it."""
+        """Stop it and everything in it."""
         if self._nspawn is not None and self._nspawn.returncode is None:
             self._nspawn.terminate()
             try:
@@ -63,11 +66,11 @@ class Machine:
                 await self._nspawn.wait()
 
     def path(self, inside: str) -> Path:
-        """A path of the container, seen from outside."""
+        """Return a path of the container, as seen from outside."""
         return Path(f"/proc/{self._leader}/root{inside}")
 
     async def run(self, *command: str) -> str:
-        """Run a command inside as root; returns its output."""
+        """Run a command inside as root; return its output."""
         code, output = await self.tried(*command)
         assert code == 0, f"{command}: {output}\n{await self._last_lines()}"
         return output
@@ -75,7 +78,7 @@ class Machine:
     async def tried(
         self, *command: str, user: str = "root", directory: str = "/"
     ) -> tuple[int, str]:
-        """Run a command inside, whatever comes of it: exit code and output."""
+        """Run a command inside that may fail; return exit code and output."""
         process = await asyncio.create_subprocess_exec(
             *self._inside(user, directory),
             *command,
@@ -108,15 +111,15 @@ class Machine:
                 await asyncio.sleep(POLL_S)
 
     async def systemd_version(self) -> int:
-        """252, for example."""
+        """Return systemd's version, for example 252."""
         return int((await self.run("systemctl", "--version")).split()[1])
 
     async def property(self, name: str, unit: str = "kvd") -> str:
-        """A property of a unit."""
+        """Return a property of a unit."""
         return await self.run("systemctl", "show", "--value", f"--property={name}", unit)
 
     async def journal(self, *matches: str) -> list[dict]:
-        """Entries of the journal, oldest first, with all their fields."""
+        """Return the entries of the journal, oldest first, with all their fields."""
         await self.run("journalctl", "--sync")
         lines = await self.run("journalctl", "--output=json", "--all", *matches)
         return [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
@@ -134,12 +137,12 @@ class Machine:
             self._leader = self._find_leader()
         if not self._leader:
             return False
-        # "degraded" will do: some unit needs a real machine.
+        # "degraded" suffices: some unit needs a real machine.
         _, state = await self.tried("systemctl", "is-system-running", "--wait")
         return state.splitlines()[-1:] in (["running"], ["degraded"])
 
     def _find_leader(self) -> int:
-        """The pid of the container's systemd, 0 before it listens."""
+        """Return the pid of the container's systemd, 0 before it listens."""
         assert self._nspawn is not None
         pid = self._nspawn.pid
         children = Path(f"/proc/{pid}/task/{pid}/children")
@@ -154,10 +157,10 @@ class Machine:
 
 
 def fitting_packages(root: Path) -> Path | None:
-    """This Python's packages, if the container's Python can use them: they are of one version."""
+    """Return this Python's packages, if the container's Python has the same version."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not (root / VENV.removeprefix("/") / "lib" / version).is_dir():
         return None
-    import torch  # late: only here it matters where it is
+    import torch  # imported late: it must be in place only here
 
     return Path(torch.__file__).parents[1]

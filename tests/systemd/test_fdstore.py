@@ -1,6 +1,6 @@
-"""Under a real systemd, with the shipped unit: what of the DRAM tier survives what (D4).
+"""Under a real systemd, with the shipped unit: when the DRAM tier survives.
 
-The engine stays up through everything, re-attaches by itself and checks every byte that it loads.
+The engine runs throughout, re-attaches by itself and checks every byte that it loads.
 """
 
 import signal
@@ -19,12 +19,12 @@ PRESERVES = 254  # the first systemd with FileDescriptorStorePreserve=
 
 
 async def arena_of(container):
-    """(arena id, epoch)."""
+    """Return (arena id, epoch)."""
     (layout,) = (await container.stats())["layouts"]
     return layout["arena"]["arena_id"], int(layout["arena"]["epoch"])
 
 
-async def test_ready_means_ready(container):
+async def test_a_started_unit_is_ready(container):
     """`systemctl start` returns when kvd answers; the first engine's arena goes to the fd store."""
     assert (await container.stats())["version"]
     async with engine_inside(container):
@@ -32,7 +32,7 @@ async def test_ready_means_ready(container):
 
 
 async def test_sigkill_keeps_dram(container):
-    """kvd is started again by systemd, and every session is loaded from the same memory."""
+    """systemd restarts kvd, and every session is loaded from the same memory."""
     async with engine_inside(container) as engine:
         assert await engine.store(*NAMES) == COMPLETE
         mapped, (arena_id, epoch) = await engine.attached(1), await arena_of(container)
@@ -46,7 +46,7 @@ async def test_sigkill_keeps_dram(container):
 
 
 async def test_sigkill_keeps_what_is_in_dram_only(container):
-    """Without an SSD tier nothing is lost either."""
+    """Nothing is lost without an SSD tier, either."""
     await container.configure(KVD_SSD__BYTES="0")
     await container.run("systemctl", "restart", "kvd")
     async with engine_inside(container) as engine:
@@ -59,7 +59,7 @@ async def test_sigkill_keeps_what_is_in_dram_only(container):
 
 
 async def test_restart_keeps_dram(container):
-    """`systemctl restart`, twice: what was stored between them is kept too."""
+    """Twice: sessions stored between the restarts are kept, too."""
     async with engine_inside(container) as engine:
         assert await engine.store(*NAMES[:10]) == COMPLETE[:10]
         await container.run("systemctl", "restart", "kvd")
@@ -72,7 +72,7 @@ async def test_restart_keeps_dram(container):
 
 
 async def test_upgrade_keeps_dram(container):
-    """A restart into another release, installed elsewhere, takes the memory over."""
+    """A restart into another release, installed elsewhere, takes over the memory."""
     async with engine_inside(container) as engine:
         assert await engine.store(*NAMES) == COMPLETE
         await container.install_next()
@@ -83,7 +83,7 @@ async def test_upgrade_keeps_dram(container):
 
 
 async def test_stop_and_start_keeps_ssd(container):
-    """A stop closes the fd store: every session is found, on SSD, and the memory is free."""
+    """A stop closes the fd store: sessions are found on SSD, and the memory is free."""
     async with engine_inside(container) as engine:
         assert await engine.store(*NAMES) == COMPLETE
         await container.run("systemctl", "stop", "kvd")
@@ -94,7 +94,7 @@ async def test_stop_and_start_keeps_ssd(container):
 
 
 async def test_preserved_store_keeps_dram_over_stop_and_start(container):
-    """With FileDescriptorStorePreserve=yes also a stop keeps DRAM, where systemd knows the key."""
+    """With FileDescriptorStorePreserve=yes a stop keeps DRAM, where systemd supports the key."""
     version = await container.systemd_version()
     await container.configure("FileDescriptorStorePreserve=yes")
     await container.run("systemctl", "restart", "kvd")
@@ -109,7 +109,7 @@ async def test_preserved_store_keeps_dram_over_stop_and_start(container):
 
 
 async def test_watchdog_replaces_a_stuck_kvd(container):
-    """A kvd that does not answer is killed and started anew, and DRAM is kept."""
+    """A kvd that does not answer is killed and restarted, and DRAM is kept."""
     await container.configure("WatchdogSec=2s", "TimeoutAbortSec=1s")
     await container.run("systemctl", "restart", "kvd")
     async with engine_inside(container) as engine:

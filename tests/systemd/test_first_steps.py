@@ -1,7 +1,7 @@
-"""What docs/operations.md tells a new operator to type, typed into a bare machine, word by word.
+"""The commands of docs/operations.md for a new operator, run verbatim on a bare machine.
 
-Only two words are changed: the machine has no network, so pip takes the wheel of this tree in place
-of the tree and its dependencies, and there is no sudo, so everything is done as root.
+Only two words are changed: the machine has no network, so pip takes this tree's wheel in place of
+the tree and its dependencies, and there is no sudo, so everything is run as root.
 """
 
 import json
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]
 OPERATIONS = REPOSITORY / "docs" / "operations.md"
 MOST_COMMANDS = 10
 OPERATOR = "ada"
-# Where anything of ours could be left behind; what systemd itself keeps is not ours.
+# Where files could be left behind, apart from systemd's own.
 PLACES = ("/etc", "/opt", "/run", "/usr/local", "/var/lib")
 OF_THE_SYSTEM = re.compile(
     r"/run/(systemd|log|lock|user|udev|dbus|initctl|utmp|mount|credentials|host|motd|shm|blkid|agetty)"
@@ -27,14 +27,14 @@ OF_THE_SYSTEM = re.compile(
 
 
 def commands_under(heading: str) -> list[str]:
-    """The commands of the first code block below a heading."""
+    """Return the commands of the first code block below a heading."""
     _, _, below = OPERATIONS.read_text().partition(f"\n{heading}\n")
     block = re.search(r"```sh\n(.*?)```", below, re.DOTALL)[1].replace("\\\n", " ")
     return [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
 
 
-async def typed(machine, command: str) -> str:
-    """Type one command in the source tree, as somebody who became root by sudo."""
+async def type_command(machine, command: str) -> str:
+    """Run one command in the source tree, as an operator with sudo."""
     command = command.replace("sudo ", "")
     pip = f"pip install --no-index --no-deps {machine.wheel}"
     command = re.sub(r"pip install .*'\.\[engine\]'", pip, command)
@@ -43,14 +43,14 @@ async def typed(machine, command: str) -> str:
 
 
 async def files_of(machine) -> set[str]:
-    """Every path in places where something could be left behind."""
+    """Return every path in places where something could be left behind."""
     found = await machine.run("find", *PLACES, "-xdev")
     return {path for path in found.splitlines() if not OF_THE_SYSTEM.search(path)}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def machine(bare):
-    """A machine with systemd and Python, and somebody who is to run the pair on it."""
+    """Boot a machine with systemd and Python, and a user who operates the pair."""
     if not bare.has_torch:
         pytest.skip("this Python's packages do not fit the container's Python")
     await bare.run("useradd", "--create-home", OPERATOR)
@@ -59,16 +59,16 @@ async def machine(bare):
 
 @pytest.fixture(scope="module")
 def steps():
-    """What is in the machine before the first command, filled by the first test."""
+    """Return the machine's state before the first command; the first test fills it."""
     return {}
 
 
 async def test_few_commands_lead_to_a_working_pair(machine, steps):
-    """Ten commands at most; then a turn is answered, and kvd has its session."""
+    """At most ten commands; then a turn is answered, and kvd has its session."""
     commands = commands_under("## First steps")
     assert len(commands) <= MOST_COMMANDS
     steps["before"] = await files_of(machine)
-    said = {command: await typed(machine, command) for command in commands}
+    said = {command: await type_command(machine, command) for command in commands}
     for number, (command, output) in enumerate(said.items(), 1):
         print(f"{number}. {command}\n{output}\n")
     sessions = json.loads(await machine.run("/opt/cachedattention/bin/kvd", "ls", "--json"))
@@ -78,7 +78,7 @@ async def test_few_commands_lead_to_a_working_pair(machine, steps):
 
 
 async def test_the_operator_needs_no_root(machine):
-    """Who was put into the groups talks to both services as themselves."""
+    """A member of the groups uses both services as an ordinary user."""
     kvd, inference = (f"/opt/cachedattention/bin/{name}" for name in ("kvd", "inference-svc"))
     assert (await machine.tried(kvd, "ls", user=OPERATOR))[0] == 0
     address = "unix:/run/inference-svc-demo/inference.sock"
@@ -86,7 +86,7 @@ async def test_the_operator_needs_no_root(machine):
 
 
 async def test_both_start_at_boot(machine):
-    """They were enabled, and come in their order."""
+    """Both are enabled, and start in order."""
     for unit in ("kvd", "inference-svc@demo"):
         assert (await machine.tried("systemctl", "is-enabled", unit))[1] == "enabled"
 
@@ -98,7 +98,7 @@ async def test_an_upgrade_keeps_settings_and_dram(machine):
     settings.write_text(changed)
     stored = json.loads(await machine.run("/opt/cachedattention/bin/kvd", "ls", "--json"))
     for command in commands_under("## Upgrading"):
-        await typed(machine, command)
+        await type_command(machine, command)
     assert settings.read_text() == changed
     kept = json.loads(await machine.run("/opt/cachedattention/bin/kvd", "ls", "--json"))
     assert [s["session"] for s in kept["sessions"]] == [s["session"] for s in stored["sessions"]]
@@ -107,9 +107,9 @@ async def test_an_upgrade_keeps_settings_and_dram(machine):
 
 
 async def test_uninstalling_leaves_nothing(machine, steps):
-    """No unit, file, directory, user or group of ours is there afterwards."""
+    """No unit, file, directory, user or group of the pair remains."""
     for command in commands_under("## Uninstalling"):
-        await typed(machine, command)
+        await type_command(machine, command)
     left = await files_of(machine) - steps["before"]
     assert not left, sorted(left)[:20]
     for name in ("kvd", "inference", "kvd-engine", "kvd-operator", "kvd-reader"):

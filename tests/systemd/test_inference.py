@@ -1,6 +1,6 @@
-"""Under a real systemd: the real inference service with the shipped model, beside kvd and without.
+"""Under a real systemd: the inference service with the shipped model, with and without kvd.
 
-The service runs as its unit says; clients reach its socket through the container's files.
+The service runs as its unit defines; clients reach its socket through the container's files.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ STORY = "Once upon a time there was a small dog who liked to run in the park. " 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def service(booted):
-    """An inference service that serves the shipped model; started before kvd."""
+    """Run an inference service with the shipped model, started before kvd."""
     if not booted.has_torch:
         pytest.skip("this Python's packages do not fit the container's Python")
     model = booted.path("/var/lib/models/demo")
@@ -37,8 +37,8 @@ async def service(booted):
     await booted.run("systemctl", "stop", "kvd")
     await booted.run("systemctl", "mask", "--runtime", "kvd")
     settings = booted.path("/etc/kvd/inference-svc@demo.env")
-    # A history of a thousand tokens is recomputed as fast as it is loaded: what is loaded is to be
-    # seen, so load whatever there is.
+    # A history of a thousand tokens is recomputed as fast as it is loaded. The tests must see
+    # loads, so load whatever there is.
     settings.write_text(
         "INFERENCE_CACHE__LOAD_POLICY=always\n"
         "INFERENCE_CACHE__RESIDENTS=false\n"
@@ -52,20 +52,20 @@ async def service(booted):
 
 @asynccontextmanager
 async def client_of(container):
-    """A client of the service, outside of the container."""
+    """Return a client of the service, outside of the container."""
     async with InferenceClient(f"unix:{container.path(SOCKET)}") as client:
         yield client
 
 
 async def turn(container, text: str, session: str, max_tokens: int = 16):
-    """One turn with greedy sampling."""
+    """Run one turn with greedy sampling."""
     sampling = pb.Sampling(max_tokens=max_tokens)
     async with client_of(container) as client:
         return await client.submit(turn_request(text, session, sampling=sampling))
 
 
 async def start_kvd(container) -> None:
-    """Let kvd start, with nothing stored, and return when the engine is attached."""
+    """Start an empty kvd, and return when the engine is attached."""
     await container.run("systemctl", "unmask", "--runtime", "kvd")
     await container.configure(**KVD_ROOM)
     await container.run("systemctl", "restart", "kvd")
@@ -83,7 +83,7 @@ async def until_attached(container) -> None:
 
 
 async def test_it_starts_and_answers_without_kvd(service):
-    """With no kvd at all the service is ready, and answers by recomputing."""
+    """Without kvd the service is ready, and answers by recomputing."""
     assert await service.property("ActiveState", "kvd") == "inactive"
     assert await service.property("SubState", UNIT) == "running"
     first = await turn(service, STORY, "alone")
@@ -93,8 +93,8 @@ async def test_it_starts_and_answers_without_kvd(service):
     assert second.usage.recompute_reason == "kvd_unavailable"
 
 
-async def test_its_socket_is_for_clients(service):
-    """Members of group inference-client may submit turns; transcripts are the service's alone."""
+async def test_its_socket_is_open_to_clients_only(service):
+    """Members of group inference-client may submit turns; only the service reads transcripts."""
     shown = await service.run("stat", "--format=%U %G %a", SOCKET)
     assert shown == "inference inference-client 660"
     kept = await service.run("stat", "--format=%U %a", "/var/lib/inference-svc/demo")
@@ -106,7 +106,7 @@ async def test_its_socket_is_for_clients(service):
 
 
 async def test_it_attaches_when_kvd_comes_and_survives_its_restart(service):
-    """One engine process: history comes from kvd before and after kvd is restarted and killed."""
+    """In one engine process: history comes from kvd before and after its restart and kill."""
     await start_kvd(service)
     pid = await service.property("MainPID", UNIT)
     await turn(service, STORY, "kept")
@@ -126,7 +126,7 @@ async def test_it_attaches_when_kvd_comes_and_survives_its_restart(service):
 
 
 async def test_kvd_is_started_first(service):
-    """Started together, the service begins when kvd is ready; kvd is wanted, not required."""
+    """Both are started together; the service begins when kvd is ready, but does not require it."""
     await service.run("systemctl", "stop", UNIT, "kvd")
     await service.run("systemctl", "start", UNIT)
     ready = int(await service.property("ActiveEnterTimestampMonotonic", "kvd"))
@@ -140,7 +140,7 @@ async def test_kvd_is_started_first(service):
 
 
 async def test_turns_are_in_the_journal(service):
-    """One line a turn, as JSON, with its session and model, under the service's name."""
+    """One JSON line per turn, with session and model, under the service's name."""
     await turn(service, STORY, "told")
     entries = await service.journal("--identifier=inference-svc", "MODEL=demo")
     lines = [json.loads(e["MESSAGE"]) for e in entries if e["MESSAGE"].startswith("{")]
@@ -150,8 +150,11 @@ async def test_turns_are_in_the_journal(service):
     assert STORY[:20] not in json.dumps(lines)
 
 
-async def test_reload_is_for_good_settings_only(service):
-    """`systemctl reload` reads the file again; a bad one fails it, and the service goes on."""
+async def test_reload_accepts_good_settings_only(service):
+    """`systemctl reload` reads the file again.
+
+    It fails for a bad file, and the service continues.
+    """
     pid = await service.property("MainPID", UNIT)
     path = service.path("/etc/kvd/inference-svc.toml")
     before = path.read_text()
@@ -168,7 +171,7 @@ async def test_reload_is_for_good_settings_only(service):
 
 
 async def test_a_stop_lets_running_turns_finish(service):
-    """`systemctl stop` waits for the turn that runs, refuses new ones, and ends well."""
+    """`systemctl stop` waits for the running turn, refuses new ones, and succeeds."""
 
     async def is_stopping() -> bool:
         return await service.property("SubState", UNIT) == "stop-sigterm"
@@ -191,7 +194,7 @@ async def test_a_stop_lets_running_turns_finish(service):
 
 
 async def test_the_watchdog_replaces_a_stuck_service(service):
-    """A service that does not answer is killed and started anew."""
+    """A service that does not answer is killed and restarted."""
     drop_in = service.path(f"/run/systemd/system/{UNIT}.d/watchdog.conf")
     drop_in.parent.mkdir(parents=True)
     drop_in.write_text("[Service]\nWatchdogSec=5s\nTimeoutAbortSec=1s\n")

@@ -1,4 +1,4 @@
-"""Under a real systemd: settings that change while kvd runs, and secrets that come from systemd."""
+"""Under a real systemd: settings that change while kvd runs, and secrets from systemd."""
 
 import json
 
@@ -17,7 +17,7 @@ KVD = f"{VENV}/bin/kvd"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def settings(container):
-    """The settings file; as it was, afterwards."""
+    """Return the settings file, and restore it afterwards."""
     path = container.path(SETTINGS)
     before = path.read_text()
     yield path
@@ -25,13 +25,13 @@ async def settings(container):
 
 
 async def running(container, key: str) -> str:
-    """What a running kvd has for a setting."""
+    """Return a running kvd's value of a setting."""
     shown = json.loads(await container.run(KVD, "config", "show", "--running", "--json"))
     return str(shown[key]["value"])
 
 
 async def test_reload_reads_the_settings_again(container, settings):
-    """`systemctl reload` puts a changed file in force, in the same process, without a restart."""
+    """`systemctl reload` applies a changed file in the same process, without a restart."""
     pid = await container.property("MainPID")
     settings.write_text(settings.read_text().replace('level = "info"', 'level = "debug"'))
     async with engine_inside(container) as engine:
@@ -44,7 +44,7 @@ async def test_reload_reads_the_settings_again(container, settings):
 
 
 async def test_a_reload_with_a_bad_file_fails_and_changes_nothing(container, settings):
-    """`systemctl reload` fails, the journal says why, and kvd goes on as before."""
+    """`systemctl reload` fails, the journal has the reason, and kvd continues as before."""
     pid = await container.property("MainPID")
     before = await running(container, "sessions.default_ttl")
     broken = settings.read_text().replace("max_engines = 64", "max_engines = -1")
@@ -67,7 +67,7 @@ async def test_the_key_comes_from_the_credential_store(container):
         assert await container.run("stat", "--format=%U %a", KEY) == "root 600"
         async with engine_inside(container) as engine:
             assert await engine.store("s1") == [50]
-            await container.run("systemctl", "stop", "kvd")  # what is in DRAM goes, too
+            await container.run("systemctl", "stop", "kvd")  # the content of DRAM is dropped, too
             await container.run("systemctl", "start", "kvd")
             await engine.attached(2)
             assert await engine.load("s1") == [(50, ["ssd"])]

@@ -17,7 +17,7 @@ COMPLETE = [50] * len(NAMES)
 
 @pytest.fixture
 def drop_in(container):
-    """The unit's drop-in, which lets it write to the store."""
+    """Write the unit's drop-in, which lets it write to the store."""
     file = container.path(DROP_IN)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"[Service]\nReadWritePaths={STORE}\n")
@@ -25,7 +25,7 @@ def drop_in(container):
 
 
 async def follow(container, **settings):
-    """Have kvd's settings name a directory as the store, and start the follower."""
+    """Set a directory as the store in kvd's settings, and start the follower."""
     await container.run("rm", "-rf", STORE)
     await container.run("install", "--directory", f"--owner={UNIT}", "--mode=0700", STORE)
     url = {"KVD_REMOTE__URL": f"file://{STORE}"}
@@ -34,14 +34,14 @@ async def follow(container, **settings):
     await container.run("systemctl", "restart", UNIT)
 
 
-async def pushed(container):
-    """The sessions in the store."""
+async def pushed_sessions(container):
+    """Return the sessions in the store."""
     listed = await container.run(f"{VENV}/bin/kvd", "remote", "ls", f"file://{STORE}", "--json")
     return sorted(one["session"] for one in json.loads(listed)["sessions"])
 
 
-async def test_what_is_left_is_pushed_when_it_is_stopped(container, drop_in):
-    """It lives through a restart of kvd, for which nothing is pushed."""
+async def test_a_stop_pushes_the_rest(container, drop_in):
+    """It stays up through a restart of kvd, for which nothing is pushed."""
     assert drop_in.exists()
     await follow(container, WRITE="drain")
     pid = await container.property("MainPID", UNIT)
@@ -50,14 +50,14 @@ async def test_what_is_left_is_pushed_when_it_is_stopped(container, drop_in):
         await container.run("systemctl", "restart", "kvd")
         await engine.attached(2)
         assert await container.property("MainPID", UNIT) == pid
-        assert await pushed(container) == []
+        assert await pushed_sessions(container) == []
         await container.run("systemctl", "stop", UNIT)
     assert await container.property("Result", UNIT) == "success"
-    assert await pushed(container) == list(NAMES)
+    assert await pushed_sessions(container) == list(NAMES)
 
 
-async def test_one_that_is_killed_goes_on(container, drop_in):
-    """Started again by systemd, it pushes what was stored meanwhile."""
+async def test_a_killed_follower_continues(container, drop_in):
+    """systemd restarts it, and it pushes what was stored meanwhile."""
     assert drop_in.exists()
     await follow(container, WRITE="all", QUIET="0s")
     async with engine_inside(container) as engine:
@@ -67,14 +67,14 @@ async def test_one_that_is_killed_goes_on(container, drop_in):
         await container.until_replaced(pid, UNIT)
 
         async def are_there():
-            return await pushed(container) == list(NAMES)
+            return await pushed_sessions(container) == list(NAMES)
 
         await container.until(are_there)
     await container.run("systemctl", "stop", UNIT)
 
 
-async def test_a_store_that_cannot_be_written_is_nothing_to_kvd(container, drop_in):
-    """It is ready, its journal says what is wrong, and sessions are stored and loaded."""
+async def test_a_read_only_store_does_not_affect_kvd(container, drop_in):
+    """kvd is ready, its journal has the reason, and sessions are stored and loaded."""
     drop_in.write_text("")  # the file system is read-only
     await follow(container, WRITE="all", QUIET="0s")
     async with engine_inside(container) as engine:

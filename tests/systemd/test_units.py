@@ -1,4 +1,4 @@
-"""Under a real systemd: what the shipped units are, before anything is stored."""
+"""Under a real systemd: properties of the shipped units, before anything is stored."""
 
 import re
 
@@ -19,14 +19,14 @@ SOCKETS = {
 }
 
 
-async def test_systemd_finds_no_fault(container):
-    """`systemd-analyze verify` has nothing to say about any of the units."""
+async def test_systemd_reports_no_problems(container):
+    """`systemd-analyze verify` reports nothing about any of the units."""
     units = (*SERVICES, "cachedattention.slice")
     assert await container.tried("systemd-analyze", "verify", "--man=no", *units) == (0, "")
 
 
 async def test_units_are_hardened(container):
-    """The exposure of each service is low, as systemd counts it."""
+    """The exposure of each service is low, by systemd's own score."""
     version = await container.systemd_version()
     for unit in SERVICES:
         said = await container.run("systemd-analyze", "security", "--no-pager", unit)
@@ -36,7 +36,7 @@ async def test_units_are_hardened(container):
 
 
 async def test_hardening_is_in_force(container):
-    """The kernel says of kvd's process: no capability, no new privilege, filtered calls."""
+    """The kernel's view of kvd's process: no capability, no new privilege, filtered calls."""
     pid = await container.property("MainPID")
     status = container.path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -53,7 +53,7 @@ async def test_hardening_is_in_force(container):
 
 
 async def test_kvd_cannot_write_elsewhere(container):
-    """In kvd's own view of the file system, only its two directories and /tmp can be written."""
+    """In kvd's own view of the file system, only its two directories and /tmp are writable."""
     pid = await container.property("MainPID")
     mounts = container.path(f"/proc/{pid}/mountinfo").read_text()
     options = {line.split()[4]: line.split()[5].split(",") for line in mounts.splitlines()}
@@ -63,10 +63,10 @@ async def test_kvd_cannot_write_elsewhere(container):
 
 
 async def test_limits_are_in_force(container):
-    """A core is never written, memory may be locked, and the unit is in the slice."""
+    """No core is written, memory may be locked, and the unit is in the slice."""
     pid = await container.property("MainPID")
     limits = container.path(f"/proc/{pid}/limits").read_text()
-    # Asked for; a container may not get more than the host's own limit.
+    # Requested; a container may not get more than the host's own limit.
     assert await container.property("LimitMEMLOCK") == "infinity"
     assert re.search(r"Max core file size +0 +0", limits)
     assert await container.property("Slice") == "cachedattention.slice"
@@ -74,14 +74,14 @@ async def test_limits_are_in_force(container):
     assert int(await container.property("MemoryHigh")) > 0
 
 
-async def test_each_socket_is_for_its_group(container):
+async def test_each_socket_belongs_to_its_group(container):
     """One socket per role: 0660, kvd's, with the group that may use it."""
     for name, expected in SOCKETS.items():
         assert await container.run("stat", "--format=%U %G %a", f"/run/kvd/{name}") == expected
 
 
-async def test_groups_decide_who_may_do_what(container):
-    """Strangers learn nothing, readers look, operators act."""
+async def test_groups_decide_what_users_may_do(container):
+    """Users without a group get nothing, readers may look, operators may act."""
     kvd = f"{VENV}/bin/kvd"
     for name, groups in {"stranger": "", "reader": "kvd-reader", "chief": "kvd-operator"}.items():
         await container.run("useradd", "--system", "--user-group", f"--groups={groups}", name)
@@ -96,13 +96,13 @@ async def test_groups_decide_who_may_do_what(container):
 
 
 async def test_directories_of_state_are_private(container):
-    """Conversations and secrets can be read by nobody else."""
+    """Only the services can read conversations and secrets."""
     assert await container.run("stat", "--format=%U %a", "/var/lib/kvd") == "kvd 700"
     assert await container.run("stat", "--format=%U %a", "/etc/credstore") == "root 700"
 
 
-async def test_nothing_is_enabled_by_being_installed(container):
-    """The preset leaves the decision to whoever runs the machine."""
+async def test_installation_enables_nothing(container):
+    """The preset leaves the decision to the machine's operator."""
     await container.run("systemctl", "preset", "kvd.service")
     try:
         assert (await container.tried("systemctl", "is-enabled", "kvd"))[1] == "disabled"

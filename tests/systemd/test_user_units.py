@@ -1,4 +1,4 @@
-"""Under a real systemd: `kvd install-units --user`, the units of somebody without root."""
+"""Under a real systemd: `kvd install-units --user`, the units of a user without root."""
 
 import pytest
 import pytest_asyncio
@@ -15,10 +15,10 @@ KVD = f"{VENV}/bin/kvd"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def own(container):
-    """Runs commands as a user who has a systemd of their own."""
+    """Return a function that runs commands as a user with their own systemd."""
     await container.run("useradd", "--create-home", OWNER)
     uid = await container.run("id", "--user", OWNER)
-    # What a login tells it; there is no PAM module for that in the container.
+    # What a login sets; there is no PAM module for it in the container.
     drop_in = container.path("/run/systemd/system/user@.service.d/test.conf")
     drop_in.parent.mkdir(parents=True)
     drop_in.write_text("[Service]\nEnvironment=XDG_RUNTIME_DIR=/run/user/%i\n")
@@ -36,8 +36,8 @@ async def own(container):
     await container.run("systemctl", "stop", f"user@{uid}")
 
 
-async def test_a_user_runs_kvd_beside_the_systems(container, own):
-    """It starts, answers, reloads and goes away, all in the user's directories."""
+async def test_a_user_runs_kvd_beside_the_system_service(container, own):
+    """It starts, answers, reloads and is removed, all in the user's directories."""
     await own(KVD, "install-units", "--user")
     drop_in = container.path(f"{HOME}/.config/systemd/user/kvd.service.d/test.conf")
     drop_in.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The zoo's inhabitants: every causal type by its shrunk config, and variants of some."""
+"""The models of the zoo: every causal type with its shrunk config, and variants of some."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class Architecture:
     """A model of the zoo.
 
     Attributes:
-        name: of the type, then of the variant if it is one.
-        model_type: as Transformers names it.
+        name: the type's, followed by the variant's if it is one.
+        model_type: its name in Transformers.
         changed: fields of its config in which a variant differs from its type.
         up: see `Stock.after_discard`.
     """
@@ -26,7 +26,7 @@ class Architecture:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture of the installed Transformers by name, sorted."""
+    """Return every architecture of the installed Transformers by name, sorted."""
     installed = [name for name in causal_types() if name not in NOT_TRIED]
     found: dict[str, tuple[str, Mapping[str, Any]]] = {name: (name, {}) for name in installed}
     found |= {name: variant for name, variant in VARIANTS.items() if variant[0] in installed}

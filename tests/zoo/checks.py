@@ -1,4 +1,4 @@
-"""What is checked of a model: each way its KV may go, against the stock model.
+"""The checks of a model: each path its KV may take, against the stock model.
 
 A check returns the largest relative distance (Euclidean norm) of a token's logits to the
 reference's; the caller judges it.
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.transfer.compaction import compact_in_place
+from tests.zoo.direct_service import Rows, Served
 from tests.zoo.reference import Range, Stock
-from tests.zoo.served import Rows, Served
 from tests.zoo.tiny_configs import WINDOW
 
 HISTORY = 53  # tokens; prime: no chunk or block ends there by chance
 DROPPED = 26
-MIDDLE: tuple[Range, ...] = ((0, 4), (11, 20), (37, 53))  # what two discards in the middle leave
+# pieces that two discards in the middle leave
+MIDDLE: tuple[Range, ...] = ((0, 4), (11, 20), (37, 53))
 NEW = (5, 1, 1, 1)  # sizes of the chunks that follow
 CHUNKS = (20, 1, 13, 19)
 
@@ -28,9 +29,9 @@ class Case:
     """A model under check.
 
     Attributes:
-        served: by us.
-        stock: its twin.
-        vocab_size: of the tokens to draw.
+        served: the model as this project serves it.
+        stock: the same model, unmodified.
+        vocab_size: tokens are drawn below it.
         up: see `Stock.after_discard`.
     """
 
@@ -41,12 +42,12 @@ class Case:
 
     @cached_property
     def history(self) -> list[int]:
-        """Tokens that are stored."""
+        """Return the tokens that are stored."""
         return self.tokens(1, HISTORY)
 
     @cached_property
     def new(self) -> list[int]:
-        """Tokens that follow."""
+        """Return the tokens that follow."""
         return self.tokens(2, sum(NEW))
 
     def tokens(self, seed: int, count: int) -> list[int]:
@@ -55,7 +56,7 @@ class Case:
         return torch.randint(3, self.vocab_size, (count,), generator=generator).tolist()
 
     def all_stored(self, kept: Sequence[Range]) -> Tensor:
-        """Compute and store the history, load what is kept, and go on; logits after each chunk."""
+        """Compute and store the history, load the kept part, and continue; return the logits."""
         blocks, packed = self.stored(DROPPED)
         kv = self.served.load(blocks, kept, HISTORY + len(self.new), packed[-1])
         return self.served.feed(kv, self.new, NEW)
@@ -78,26 +79,26 @@ class Case:
 
 
 def prefill(case: Case) -> float:
-    """The whole history in one chunk."""
+    """Compute the whole history in one chunk."""
     logits = case.served.feed(case.served.new_kv(HISTORY), case.history, [HISTORY])
     return distance(logits, case.stock.logits(case.history)[-1:])
 
 
 def chunks(case: Case) -> float:
-    """The history in chunks of unequal sizes."""
+    """Compute the history in chunks of unequal sizes."""
     logits = case.served.feed(case.served.new_kv(HISTORY), case.history, CHUNKS)
     return distance(logits, case.stock.logits(case.history)[ends(CHUNKS)])
 
 
 def decode(case: Case) -> float:
-    """Token by token after a prefill."""
+    """Compute token by token after a prefill."""
     sizes = [30, *[1] * 8]
     logits = case.served.feed(case.served.new_kv(38), case.history, sizes)
     return distance(logits, case.stock.logits(case.history)[ends(sizes)])
 
 
 def ragged(case: Case) -> float:
-    """Sequences of other lengths beside each other: prefill, a longer chunk and decode."""
+    """Compute sequences of other lengths beside each other: prefill, a longer chunk and decode."""
     served = case.served
     long, middle, fresh = (case.tokens(seed, count) for seed, count in ((3, 50), (4, 21), (5, 9)))
     kvs = [served.new_kv(64) for _ in range(3)]
@@ -108,23 +109,23 @@ def ragged(case: Case) -> float:
 
 
 def reload(case: Case) -> float:
-    """Stored, loaded at the same positions, and gone on with."""
+    """Store, load at the same positions, and continue."""
     expected = case.stock.logits([*case.history, *case.new])[HISTORY:]
     return distance(case.all_stored([(0, HISTORY)]), expected[ends(NEW)])
 
 
 def truncated(case: Case) -> float:
-    """Stored, the first half dropped, the rest loaded at new positions, and gone on with."""
-    return _discarded(case, [(DROPPED, HISTORY)])
+    """Store, drop the first half, load the rest at new positions, and continue."""
+    return _discard_distance(case, [(DROPPED, HISTORY)])
 
 
 def scattered(case: Case) -> float:
-    """Stored, two ranges in the middle dropped, the rest loaded at new positions."""
-    return _discarded(case, MIDDLE)
+    """Store, drop two ranges in the middle, and load the rest at new positions."""
+    return _discard_distance(case, MIDDLE)
 
 
 def shifted(case: Case) -> float:
-    """Ranges dropped in memory, what remains moved to new positions there, and gone on with."""
+    """Drop ranges in memory, move the rest to new positions there, and continue."""
     served = case.served
     distances = []
     for kept in ([(DROPPED, HISTORY)], MIDDLE):
@@ -137,7 +138,7 @@ def shifted(case: Case) -> float:
 
 
 def prefix(case: Case) -> float:
-    """Stored, a range in the middle dropped: what precedes it is loaded, the rest recomputed."""
+    """Store, drop a range in the middle, load what precedes it, and recompute the rest."""
     served = case.served
     blocks, packed = case.stored(DROPPED)
     kv = served.load(blocks, [(0, DROPPED)], HISTORY + len(case.new), packed[0])
@@ -149,7 +150,7 @@ def prefix(case: Case) -> float:
 
 
 def long(case: Case) -> float:
-    """A chunk over a state, longer than the chunks in which the model computes."""
+    """Compute a chunk over a state that is longer than the model's own chunks."""
     token_ids = case.tokens(6, WINDOW - 1)
     sizes = (10, WINDOW - 13, 1, 1)
     logits = case.served.feed(case.served.new_kv(WINDOW), token_ids, sizes)
@@ -157,7 +158,7 @@ def long(case: Case) -> float:
 
 
 def other_state(case: Case) -> float:
-    """Stored, loaded with the state of another position, and gone on with."""
+    """Store, load with the state of another position, and continue."""
     served = case.served
     blocks, packed = case.stored(DROPPED)
     kv = served.load(blocks, [(0, HISTORY)], HISTORY + len(case.new), packed[0])
@@ -168,13 +169,13 @@ def other_state(case: Case) -> float:
 
 
 def stale(case: Case) -> float:
-    """What the first half's discard gives if keys stay embedded where they were."""
+    """Return the first half's discard as it would be if keys kept their old positions."""
     kept = [(DROPPED, HISTORY)]
     expected = case.stock.with_stale_keys(case.history, kept, case.new)
     return distance(case.all_stored(kept), expected[ends(NEW)])
 
 
-def _discarded(case: Case, kept: Sequence[Range]) -> float:
+def _discard_distance(case: Case, kept: Sequence[Range]) -> float:
     expected = case.stock.after_discard(case.history, kept, case.new, up=case.up)
     return distance(case.all_stored(kept), expected[ends(NEW)])
 
@@ -191,11 +192,11 @@ OVER_STATES: tuple[Check, ...] = (long,)  # of models that have some
 
 
 def ends(sizes: Sequence[int]) -> list[int]:
-    """Index of the last token of each of successive chunks."""
+    """Return the index of the last token of each of successive chunks."""
     return [sum(sizes[: index + 1]) - 1 for index in range(len(sizes))]
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest distance of a row to its reference, relative to the reference."""
+    """Return the largest distance of a row from its reference, relative to the reference."""
     apart = (found.double() - expected.double()).norm(dim=-1)
     return float((apart / expected.double().norm(dim=-1)).max())

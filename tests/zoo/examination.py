@@ -1,4 +1,4 @@
-"""Examination of one architecture: build it, calibrate it, check it; what came out of it."""
+"""The examination of one architecture: build it, calibrate it, check it, and its findings."""
 
 import copy
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from tests.zoo.checks import (
     other_state,
     shifted,
 )
+from tests.zoo.direct_service import Served
 from tests.zoo.explicit import ExplicitStock
 from tests.zoo.models import build_model
 from tests.zoo.overrides import EXPLICIT
 from tests.zoo.reference import Stock
-from tests.zoo.served import Served
 
 TOLERANCE = 1e-4  # relative, float32; rounding gives 2e-6, in models of large values 2e-5
-SENSITIVE = 2e-3  # relative; what keys at stale positions have to be off by, at the least
+SENSITIVE = 2e-3  # relative; keys at stale positions have to be off by at least this
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Findings:
     """What an examination found.
 
     Attributes:
-        name: of the architecture.
-        class_name: of its model.
-        mode: of its calibration; empty if it is refused.
-        positions: likewise.
+        name: the architecture's.
+        class_name: its model's class.
+        mode: the calibration's; empty if the model is
+        refused. positions: likewise.
         distances: by check, each to be at most TOLERANCE.
-        stale: what stale keys are off by in the stock model; None: rows know no position, or one
-            that they keep.
-        other_state: what the state of another position is off by; None: the model has none, or one
-            that such a state is refused for.
+        stale: the distance that stale keys cause in the stock model; None: rows have no
+            position, or keep it.
+        other_state: the distance that the state of another position causes; None: the model has no
+            states, or refuses such a state.
         is_one_by_one: see `Calibration`.
         refusal: the reason's slug; empty if it is served.
         reason: why it is refused, in a sentence.
@@ -60,12 +60,12 @@ class Findings:
 
     @property
     def worst(self) -> float:
-        """The largest distance of any check; 0 if there was none."""
+        """Return the largest distance of any check; 0 if there was none."""
         return max(self.distances.values(), default=0.0)
 
     @property
     def failed(self) -> list[str]:
-        """What is not as it should be."""
+        """Return the names of failed checks."""
         failed = [
             f"{name}: {off:.1e} off the stock model's logits"
             for name, off in self.distances.items()
@@ -112,7 +112,7 @@ def examine(architecture: Architecture, positions: str = "auto") -> Findings:
 
 
 def _stale(case: Case) -> float:
-    """How much it matters to the stock model whether keys were re-embedded."""
+    """Return how much re-embedding of keys matters to the stock model."""
     kept = [(DROPPED, HISTORY)]
     stale = case.stock.with_stale_keys(case.history, kept, case.new)
     return distance(stale, case.stock.after_discard(case.history, kept, case.new, up=case.up))

@@ -1,9 +1,9 @@
 """The reference where a weighted norm follows the rotary embedding (Hunyuan).
 
-Scores of such a model depend on absolute positions, a little: a history that is told others has
-other hidden states. So keys are taken before the embedding, from a history at its own positions,
-and embedded and normed for the new ones by the model's own functions: the formula as it stands in
-the paper (CachedAttention, section 3.4).
+Scores of such a model depend on absolute positions, a little: a history at shifted positions
+has other hidden states. So keys are taken before the embedding, from a history at
+unshifted positions, and embedded and normed for the new ones by the model's own functions: the
+paper's formula (CachedAttention, section 3.4).
 """
 
 import sys
@@ -24,9 +24,9 @@ class ExplicitStock(Stock):
     """See the module docstring; its layers have `self_attn.key_layernorm`."""
 
     def _run(self, token_ids: Sequence[int], *, shift: int = 0, up: int = 0) -> DynamicCache:
-        """Run a history; returns its cache, with keys embedded at positions from `shift` on."""
+        """Run a history; return its cache, with keys embedded at positions from `shift` on."""
         namespace = vars(sys.modules[type(self._model).__module__])
-        with _seen_keys(namespace) as seen:
+        with _collect_keys(namespace) as seen:
             cache = super()._run(token_ids)
         positions = torch.arange(shift, shift + len(token_ids))[None]
         base = self._model.model
@@ -38,7 +38,7 @@ class ExplicitStock(Stock):
 
 
 @contextmanager
-def _seen_keys(namespace: dict[str, Any]) -> Iterator[list[Tensor]]:
+def _collect_keys(namespace: dict[str, Any]) -> Iterator[list[Tensor]]:
     """Collect the keys of each layer before they are embedded."""
     apply, seen = namespace[APPLY], []
 

@@ -1,4 +1,4 @@
-"""Random models of the zoo's configs, in which everything matters."""
+"""Random models of the zoo's configs, in which every parameter matters."""
 
 from typing import Any
 
@@ -10,9 +10,11 @@ from tests.zoo.overrides import OVERRIDES, WEIGHT_SCALES
 from tests.zoo.tiny_configs import tiny_config
 
 SEED = 7
-MAX_PARAMETERS = 12_000_000  # more is no tiny model: a config that shrinking missed
-WEIGHT_SCALE = 4.0  # larger weights than models begin with, else they hardly see their context
-VECTOR_NOISE = 0.2  # norms and biases begin as ones and zeros, which hide what they are good for
+MAX_PARAMETERS = 12_000_000  # a model with more is not tiny: shrinking missed a field of its config
+# larger than the usual initial weights, with which models hardly see their context
+WEIGHT_SCALE = 4.0
+# norms and biases start as ones and zeros, which would hide whether they are used
+VECTOR_NOISE = 0.2
 
 
 class NotTinyError(Exception):

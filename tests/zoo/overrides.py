@@ -1,4 +1,4 @@
-"""What shrinking a config by the names of its fields does not get right, and variants of types."""
+"""What shrinking a config by the names of its fields gets wrong, and variants of types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _SHARING = {  # the last two layers attend to the KV of the first two
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 97,
 }
-_CHOOSY = {"index_topk": 8, "index_head_dim": 16}  # most keys are passed over: what counts is which
+_CHOOSY = {"index_topk": 8, "index_head_dim": 16}  # most keys are skipped: the choice matters
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * _HALF}
 
 
@@ -178,8 +178,8 @@ VARIANTS: Mapping[str, tuple[str, Fields]] = {
     "qwen3 (yarn)": ("qwen3", _YARN),
     "stablelm (qk norm)": ("stablelm", {"qk_layernorm": True}),
 }
-# By type, how much larger its weights are than models begin with, where the usual is too much: over
-# 50 tokens Mamba's first scan makes of larger ones what its own decoding is 2e-4 off.
+# By type, the factor of its initial weights where the usual one is too large: over 50 tokens
+# larger weights put Mamba's first scan 2e-4 off its own decoding.
 WEIGHT_SCALES: Mapping[str, float] = {"mamba": 2.0}
 # Types that look up cosines in a table without negative positions.
 UP: frozenset[str] = frozenset({"codegen", "gptj"})

@@ -1,9 +1,9 @@
-"""The reference: the stock model with its own cache and its own attention, and nothing of ours.
+"""The reference: the stock model with its own cache and attention, and no code of this project.
 
-What a discard leaves is referred to thus. RoPE is relative: a history whose rotary embedding is
-told positions that are all `n` less has the same hidden states, and keys embedded `n` earlier. So
-for each run of tokens that stays the history is run such that this run comes out at its new
-positions, its rows are cut from that cache, and the stock model goes on over all of them.
+The reference for a discard uses that RoPE is relative: a history whose rotary embedding gets
+positions that are all `n` less has the same hidden states, and keys embedded `n` earlier. So for
+each kept run of tokens the history is run such that this run comes out at its new positions, its
+rows are cut from that cache, and the stock model continues over all of them.
 """
 
 import inspect
@@ -20,7 +20,7 @@ Range = tuple[int, int]
 
 
 class Stock:
-    """A model that nobody calibrated."""
+    """An uncalibrated model."""
 
     def __init__(self, model: Any) -> None:
         """Store the model, which is ours from now on."""
@@ -34,7 +34,7 @@ class Stock:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Run a whole sequence without a cache; returns [tokens, vocab]."""
+        """Run a whole sequence without a cache; return [tokens, vocab]."""
         found: Tensor = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
         return found.float()
 
@@ -59,7 +59,7 @@ class Stock:
         for begin, run_end in kept:
             parts.append((self._run(history, shift=end - begin, up=up), begin, run_end))
             end += run_end - begin
-        return self._go_on(_joined(parts), new, end + up)
+        return self._go_on(_join_caches(parts), new, end + up)
 
     @torch.inference_mode()
     def with_stale_keys(
@@ -68,10 +68,10 @@ class Stock:
         """Do the same as `after_discard`, but leave keys embedded where they were."""
         cache = self._run(history)
         end = sum(run_end - begin for begin, run_end in kept)
-        return self._go_on(_joined([(cache, *run) for run in kept]), new, end)
+        return self._go_on(_join_caches([(cache, *run) for run in kept]), new, end)
 
     def _run(self, token_ids: Sequence[int], *, shift: int = 0, up: int = 0) -> DynamicCache:
-        """Run a history with keys embedded at positions from `shift` on; returns its cache."""
+        """Run a history with keys embedded at positions from `shift` on; return its cache."""
         cache = _plain_cache()
         if self._rotaries:
             with self._told(shift):
@@ -82,7 +82,7 @@ class Stock:
 
     @contextmanager
     def _told(self, shift: int) -> Iterator[None]:
-        """Have rotary modules alone see other positions: some models scale queries by theirs."""
+        """Give other positions to rotary modules only: some models scale queries by positions."""
 
         def moved(value: Any) -> Any:
             is_positions = isinstance(value, Tensor) and not value.is_floating_point()
@@ -114,9 +114,9 @@ class Stock:
 def _tell_longest(rotary: nn.Module, window: int) -> None:
     """Have a rotary module choose its frequencies for a sequence that fills the window.
 
-    It chooses by the largest position it is given, and so by who else is in the batch. We serve the
-    model with one choice, the one for the window; here the module is given the window's last
-    position besides.
+    It chooses by the largest position it is given, and so by the other sequences in the batch. The
+    model is served with one choice, the one for the window; here the module is given the window's
+    last position in addition.
     """
 
     def add(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -128,7 +128,7 @@ def _tell_longest(rotary: nn.Module, window: int) -> None:
     rotary.register_forward_hook(lambda _module, _args, result: tuple(t[:, :-1] for t in result))
 
 
-def _joined(parts: Sequence[tuple[DynamicCache, int, int]]) -> DynamicCache:
+def _join_caches(parts: Sequence[tuple[DynamicCache, int, int]]) -> DynamicCache:
     """Make one cache of rows [begin, end) of others."""
     joined = _plain_cache()
     for index in range(len(parts[0][0].layers)):
@@ -145,7 +145,7 @@ def _joined(parts: Sequence[tuple[DynamicCache, int, int]]) -> DynamicCache:
 
 
 def _plain_cache() -> DynamicCache:
-    """Make a cache of keys, values and index keys; no layer forgets what left its window."""
+    """Make a cache of keys, values and index keys; no layer drops what left its window."""
     cache = DynamicCache()
     cache.layer_class_to_replicate = DynamicIndexedLayer
     return cache

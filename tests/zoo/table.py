@@ -1,4 +1,4 @@
-"""docs/models.md: which models are served, and how; `python -m tests.zoo.table` writes it anew."""
+"""Writes docs/models.md, which models are served and how: `python -m tests.zoo.table`."""
 
 import re
 import sys
@@ -113,12 +113,12 @@ def committed_rows() -> dict[str, str]:
 
 
 def essence(row: str) -> str:
-    """Return a line without the sentence that says why a model is refused."""
+    """Return a line without the sentence that gives the reason for a refusal."""
     return row.split("`: ", 1)[0]
 
 
 def committed_version() -> str:
-    """Read which Transformers the committed table is about."""
+    """Read the Transformers version of the committed table."""
     found = re.search(r"Transformers (\S+) are served", PATH.read_text())
     return found[1] if found else ""
 

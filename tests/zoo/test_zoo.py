@@ -1,6 +1,6 @@
-"""Every causal language model of Transformers is served right, or refused with its reason.
+"""Every causal language model of Transformers is served correctly, or refused with a reason.
 
-`make test` examines a sample, `make test-long` all; docs/models.md says what came out.
+`make test` examines a sample, `make test-long` all; docs/models.md lists the results.
 """
 
 import copy
@@ -12,10 +12,10 @@ import transformers
 from tests.sampled import sampled, sampled_cases
 from tests.zoo.architectures import architectures
 from tests.zoo.checks import Case, stale, truncated
+from tests.zoo.direct_service import Served
 from tests.zoo.examination import SENSITIVE, TOLERANCE, examine
 from tests.zoo.models import build_model
 from tests.zoo.reference import Stock
-from tests.zoo.served import Served
 from tests.zoo.table import committed_rows, committed_version, essence, rows
 
 ARCHITECTURES = architectures()
@@ -42,8 +42,8 @@ def quiet():
 
 
 @pytest.mark.parametrize("name", sampled(list(ARCHITECTURES), SAMPLED, seed=6, always=ALWAYS))
-def test_architecture(name):
-    """A model is right on every path its KV may go, or is refused; as docs/models.md says."""
+def test_a_model_is_right_on_every_path_or_refused(name):
+    """The result is the one that docs/models.md lists."""
     found = examine(ARCHITECTURES[name])
     assert found.failed == []
     if transformers.__version__ == committed_version():
@@ -56,12 +56,12 @@ def test_architecture(name):
     sampled_cases(["llama", "deepseek_v3"], ["coupled", "naive"], count=2, seed=1),
 )
 def test_positions_can_be_chosen(name, positions):
-    """A model that could do without stores positions if it is told to."""
+    """A model that needs no positions in its rows stores them if it is asked to."""
     found = examine(ARCHITECTURES[name], positions)
     assert (found.positions, found.failed) == (positions, [])
 
 
-def test_positions_that_cannot_be_had_are_refused():
+def test_impossible_positions_are_refused():
     """A model whose positions are added to its input is not served decoupled."""
     found = examine(ARCHITECTURES["gpt2"], "decoupled")
     assert found.refusal == "model_positions_coupled"
@@ -69,7 +69,7 @@ def test_positions_that_cannot_be_had_are_refused():
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_a_check_notices_stale_keys(name):
-    """Keys that were loaded as they had been embedded fail the check that re-embedded ones pass."""
+    """Keys loaded as they had been embedded fail the check that re-embedded ones pass."""
     model = build_model(ARCHITECTURES[name])
     stock = Stock(copy.deepcopy(model))
     served = Served(model, name, "naive")
@@ -78,8 +78,8 @@ def test_a_check_notices_stale_keys(name):
     assert truncated(case) >= SENSITIVE
 
 
-def test_the_table_is_about_these_architectures():
-    """docs/models.md has a line for each, and none for others."""
+def test_the_table_has_a_line_for_each_architecture():
+    """docs/models.md has a line for each, and no others."""
     if transformers.__version__ != committed_version():
         pytest.skip(f"docs/models.md is about Transformers {committed_version()}")
     assert list(committed_rows()) == list(ARCHITECTURES)

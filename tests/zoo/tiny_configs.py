@@ -1,10 +1,10 @@
 """Tiny configs of every causal language model that the installed Transformers has.
 
-A config is made of its class's own fields: those whose names are in SHRUNK get a small value, the
+A config is made of its class's fields: those whose names are in SHRUNK get a small value, the
 rest keep their defaults. Layer patterns ("layer_types" and its like) are cut to a few layers so
-that each kind that the default has occurs. What that does not get right is in `overrides.py`.
+that each kind that the default has occurs. `overrides.py` corrects the rest. Pure but for the
 
-Pure but for the imports of config classes; the same in every process.
+imports of config classes; the same in every process.
 """
 
 from collections.abc import Mapping
@@ -122,7 +122,7 @@ def tiny_config(model_type: str, overrides: Mapping[str, Fields]) -> PretrainedC
 
     Args:
         model_type: as Transformers names it.
-        overrides: by type, on top of what shrinking gives; `...` stands for the class's default.
+        overrides: by type, applied after shrinking; `...` stands for the class's default.
 
     Raises:
         whatever the config class raises for sizes that do not fit each other.
@@ -147,7 +147,7 @@ def _shrunk(
 def _parts(
     config_class: type[PretrainedConfig], overrides: Mapping[str, Fields]
 ) -> dict[str, PretrainedConfig]:
-    """Make the configs of a multimodal model's parts: of text and whatever else it looks at."""
+    """Make the configs of a multimodal model's parts: the text model and all others."""
     if not {"text_config", "vision_config"} & config_class.sub_configs.keys():
         return {}
     whole = config_class()
@@ -160,7 +160,7 @@ def _parts(
 
 
 def _cut(config_class: type[PretrainedConfig], name: str) -> list[Any]:
-    """Return a pattern of LAYERS layers in which each kind of the default's occurs, or nothing."""
+    """Return a pattern of LAYERS layers with each kind of the default's layers, or nothing."""
     pattern = getattr(config_class(), name, None)
     if not isinstance(pattern, (list, tuple)) or not pattern:
         return []

@@ -1,4 +1,4 @@
-"""Our engine beside other engines: the same weights, tokens and rounds. README.md here.
+"""Compares this engine with other engines: same weights, tokens and rounds. See README.md.
 
 python -m tests.benchmarks.peers.engines --model DIRECTORY [--engine NAME=PYTHON[:MODEL] ...]
 """
@@ -37,8 +37,10 @@ class Budget:
     """Tokens whose KV may be in an engine's memory.
 
     Attributes:
-        ours: of the engine, the rest is kvd's DRAM; SSD is not counted.
-        turn: most tokens of a turn.
+
+    ours: the engine's part here, the rest is kvd's DRAM; SSD is not counted.
+
+    turn: most tokens of a turn.
     """
 
     tokens: int
@@ -46,16 +48,17 @@ class Budget:
     turn: int
 
 
-STEPS_KV = Budget(20480, ours=10240, turn=2304)  # nothing has to go
+STEPS_KV = Budget(20480, ours=10240, turn=2304)  # nothing is evicted
 RESTART_KV = Budget(6912, ours=4608, turn=2304)
-REPLAY_KV = Budget(2304, ours=1152, turn=512)  # a quarter of what the conversations come to
+REPLAY_KV = Budget(2304, ours=1152, turn=512)  # a quarter of the conversations' tokens
 
 
 class Run:
     """Rounds over some peers.
 
     Attributes:
-        figures: what was measured.
+
+    figures: the measurements.
     """
 
     def __init__(self, peers: Sequence[Peer], text: Sequence[int], figures: Figures) -> None:
@@ -83,7 +86,7 @@ class Run:
                 self.figures.chose(f"decode {batch}", peer.name, number, answers.ids)
 
     def restart(self, number: int) -> None:
-        """Kill every peer; the next turn of a conversation finds what outlived it."""
+        """Kill every peer; the next turn of a conversation uses what survived."""
         name, end = f"restart-{number}", NUM_TURNS * TURN_TOKENS
         tokens = self._tokens(name, end)
         for peer in self._in_turn(number):
@@ -97,7 +100,7 @@ class Run:
             self.figures.add(f"turn {NUM_TURNS} after a restart", peer.name, number, first_s)
 
     def replay(self, number: int) -> None:
-        """Say all conversations, their turns shuffled, each turn to every peer before the next."""
+        """Replay all conversations, turns shuffled, each turn to every peer before the next."""
         order = [index for index in range(CONVERSATIONS) for _ in range(REPLAY_TURNS)]
         random.Random(number).shuffle(order)  # noqa: S311  # drawn the same each time
         said = dict.fromkeys(range(CONVERSATIONS), 0)
@@ -129,12 +132,12 @@ class Run:
         return answers
 
     def _in_turn(self, number: int) -> list[Peer]:
-        """Every round begins with another peer."""
+        """Return the peers in this round's order: every round begins with another one."""
         first = number % len(self._peers)
         return self._peers[first:] + self._peers[:first]
 
     def _tokens(self, name: str, number: int) -> list[int]:
-        """Tokens of the text from somewhere on, which the name says."""
+        """Return tokens of the text, from a position that depends on the name."""
         first = random.Random(name).randrange(len(self._text) // 2)  # noqa: S311  # as above
         return self._text[first : first + number]
 
@@ -162,12 +165,12 @@ async def running_peers(
             )
             for choice in asked.engines
         ]
-        with _started(peers):
+        with _start_all(peers):
             yield peers
 
 
 @contextmanager
-def _started(peers: Sequence[Peer]) -> Iterator[None]:
+def _start_all(peers: Sequence[Peer]) -> Iterator[None]:
     try:
         for peer in peers:
             took = peer.start()
@@ -208,14 +211,14 @@ def _take(
 
 
 def _text_tokens(model: Path) -> list[int]:
-    """Tokens of this project's documents: a model answers text in more ways than noise."""
+    """Return tokens of this project's documents: a model's answers vary more than on noise."""
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
 def _write(asked: argparse.Namespace, figures: Figures, what: str) -> None:
-    """Say how far it is, and keep what was measured so far."""
+    """Print the progress, and save the measurements so far."""
     _say(what)
     if asked.json is not None:
         seconds = {
@@ -229,7 +232,7 @@ def _write(asked: argparse.Namespace, figures: Figures, what: str) -> None:
 
 
 def main() -> None:
-    """Measure, and print tables: of CPU seconds, and of the clock on the wall."""
+    """Measure, and print tables of CPU seconds and of wall-clock seconds."""
     asked = _parser().parse_args()
     here = str(asked.model)
     asked.engines = [
@@ -240,7 +243,7 @@ def main() -> None:
     names = [choice.name for choice in asked.engines]
     with tempfile.TemporaryDirectory(prefix="peers-") as directory:
         figures = Figures()
-        with suppress(KeyboardInterrupt):  # what was measured so far is shown
+        with suppress(KeyboardInterrupt):  # print the measurements so far
             run_until_signal(lambda: _measure(asked, Path(directory), figures))
     for clock in ("cpu", "wall"):
         sys.stdout.write(f"\n{clock}\n\n{figures.table(clock, names, OURS)}\n")

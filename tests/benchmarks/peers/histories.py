@@ -1,4 +1,4 @@
-"""Turns behind a long history, of ours and of other engines; README.md here.
+"""Compares turns after a long history with other engines. See README.md.
 
 python -m tests.benchmarks.peers.histories --model DIRECTORY --engine NAME=PYTHON[:MODEL] ...
 """
@@ -17,14 +17,14 @@ from tests.benchmarks.peers.engines import OURS, Budget, read_choice, running_pe
 from tests.benchmarks.peers.figures import Figures
 from tests.benchmarks.peers.peer import Choice, Peer
 
-FIRST_ID, LAST_ID = 10, 8000  # tokens without a meaning: a model with random weights reads no text
+FIRST_ID, LAST_ID = 10, 8000  # random tokens: a model with random weights reads no text
 TURNS = 4
 
 
 def _conversation(asked: argparse.Namespace, peer: Peer, number: int, figures: Figures) -> None:
     """Measure a conversation of one engine, with a restart before its last turn."""
     draw = random.Random(number)  # noqa: S311  # drawn the same for every engine
-    name, prompt = f"conversation-{number}", _drawn(draw, asked.history)
+    name, prompt = f"conversation-{number}", _draw_tokens(draw, asked.history)
     for turn in range(1, TURNS + 1):
         line = f"turn {turn}, {len(prompt) - (asked.new if turn > 1 else 0)} tokens of history"
         if turn == 1:
@@ -34,14 +34,14 @@ def _conversation(asked: argparse.Namespace, peer: Peer, number: int, figures: F
             peer.settle()
             peer.kill()
             peer.start()
-            peer.generate(["warm-up"], [_drawn(draw, asked.new)])
+            peer.generate(["warm-up"], [_draw_tokens(draw, asked.new)])
         answers = peer.generate([name], [prompt], asked.answer, keep_tokens=len(prompt) * 2)
         figures.add(line, peer.name, number, answers.first_s())
-        # Each goes on with its own answer: in a low precision they differ now and then.
-        prompt = [*prompt, *answers.ids[0], *_drawn(draw, asked.new)]
+        # Each continues its own answer: in a low precision they sometimes differ.
+        prompt = [*prompt, *answers.ids[0], *_draw_tokens(draw, asked.new)]
 
 
-def _drawn(draw: random.Random, number: int) -> list[int]:
+def _draw_tokens(draw: random.Random, number: int) -> list[int]:
     return [draw.randrange(FIRST_ID, LAST_ID) for _ in range(number)]
 
 
@@ -60,7 +60,7 @@ def _rounds(asked: argparse.Namespace, peers: Sequence[Peer], figures: Figures) 
 
 
 def main() -> None:
-    """Measure, and print tables: of CPU seconds, and of the clock on the wall."""
+    """Measure, and print tables of CPU seconds and of wall-clock seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of Transformers'")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=PYTHON[:MODEL]")

@@ -1,6 +1,6 @@
-"""One engine's process: started with its adapter, asked in JSON lines, killed.
+"""One engine's process: started with its adapter, called in JSON lines, killed.
 
-Knows nothing of what is measured.
+Independent of what is measured.
 """
 
 import json
@@ -25,8 +25,10 @@ class Choice:
     """An engine to measure.
 
     Attributes:
-        python: of the virtual environment in which it is installed.
-        model: directory or file, as the engine reads it.
+
+    python: of the virtual environment in which it is installed.
+
+    model: directory or file, as the engine reads it.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long something took: by the clock on the wall, and of the process's CPU."""
+    """A duration: by the wall clock, and by the process's CPU time."""
 
     wall: float
     cpu: float
@@ -44,21 +46,22 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an engine answered, prompt by prompt.
+    """The answers of an engine, one per prompt.
 
     Attributes:
-        tokens_s: when each token was there, since the engine was asked.
+
+    tokens_s: when each token came, since the call.
     """
 
     ids: list[list[int]]
     tokens_s: list[list[Seconds]]
 
     def first_s(self) -> Seconds:
-        """Until the first token of the only prompt."""
+        """Return the time to the first token of the only prompt."""
         return self.tokens_s[0][0]
 
     def step_s(self) -> Seconds:
-        """Mean time of a step in which all prompts decode: it brings one token of each."""
+        """Return the mean time of a step in which all prompts decode: one token each."""
         first = max(range(len(self.ids)), key=lambda index: self.tokens_s[index][0].wall)
         begun = self.tokens_s[first][0]
         within = [time_s for row in self.tokens_s for time_s in row if time_s.wall > begun.wall]
@@ -72,7 +75,8 @@ class Peer:
     """An engine in its process; its log is a file in the directory.
 
     Attributes:
-        name: of the engine.
+
+    name: of the engine.
     """
 
     def __init__(
@@ -98,10 +102,10 @@ class Peer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> Seconds:
-        """Start the process; returns what it takes until it can answer."""
+        """Start the process; return the time until it can answer."""
         began_s = time.perf_counter()
         with self._log.open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(  # who measures names the interpreter
+            self._process = subprocess.Popen(  # the user of the benchmark names the interpreter
                 [self._choice.python, str(ADAPTERS / f"{self.name}_adapter.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -131,11 +135,11 @@ class Peer:
         return Answers(answer["ids"], [list(map(Seconds, wall_s, cpu_s)) for wall_s, cpu_s in rows])
 
     def settle(self) -> float:
-        """See `adapters.adapter.Engine`; returns CPU seconds of the process until then."""
+        """See `adapters.adapter.Engine`; return the process's CPU seconds until then."""
         return float(self._ask("settle")["cpu_s"])
 
     def kill(self) -> None:
-        """End the process as a crash would."""
+        """Kill the process, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

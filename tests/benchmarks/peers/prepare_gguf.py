@@ -51,7 +51,7 @@ def main(model: Path, file: Path) -> None:
         for theirs, name in LAYER_NAMES.items():
             tensor = weights[f"model.layers.{layer}.{theirs}.weight"]
             if name in {"attn_q", "attn_k"}:
-                tensor = _interleaved(tensor, heads if name == "attn_q" else kv_heads)
+                tensor = _interleave(tensor, heads if name == "attn_q" else kv_heads)
             writer.add_tensor(f"blk.{layer}.{name}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -59,8 +59,8 @@ def main(model: Path, file: Path) -> None:
     writer.close()
 
 
-def _interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp rotates them, in neighbouring pairs: Transformers rotates halves."""
+def _interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows as llama.cpp rotates them, in neighbouring pairs: Transformers rotates halves."""
     width = tensor.shape[0] // heads
     pairs = tensor.reshape(heads, 2, width // 2, tensor.shape[1]).swapaxes(1, 2)
     return np.ascontiguousarray(pairs.reshape(tensor.shape))

@@ -33,7 +33,7 @@ from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model, load_model
 
-# SmolLM2-135M's shape: what decides the speed of a step; its weights do not.
+# SmolLM2-135M's shape: it decides the speed of a step; its weights do not.
 SHAPE = {
     "hidden_size": 576,
     "num_hidden_layers": 30,
@@ -81,19 +81,19 @@ class Ours:
         return other
 
     def history(self, prompts: Sequence[list[int]], num_more: int) -> Any:
-        """Compute prompts, with room for more tokens; returns what `decode` goes on from."""
+        """Compute prompts, with room for more tokens; return the state for `decode`."""
         kvs = [self._pool.new_kv(len(prompt) + num_more) for prompt in prompts]
         for kv, prompt in zip(kvs, prompts, strict=True):
             self._runner.step([Chunk(kv, prompt, want_logits=False)])
         return kvs
 
     def release(self, history: Any) -> None:
-        """Give the history's memory back."""
+        """Free the history's memory."""
         for kv in history:
             self._pool.release(kv)
 
     def decode(self, history: Any, token_ids: list[int], num_steps: int) -> list[list[int]]:
-        """Decode greedily after one token each; the history is as before then."""
+        """Decode greedily after one token each; the history is unchanged afterwards."""
         lengths, chosen = [kv.num_tokens for kv in history], []
         for _ in range(num_steps):
             chunks = [
@@ -107,7 +107,7 @@ class Ours:
         return chosen
 
     def prefill(self, prompt: list[int], chunk_tokens: int) -> int:
-        """Compute a prompt in chunks; returns the next token."""
+        """Compute a prompt in chunks; return the next token."""
         kv = self._pool.new_kv(len(prompt))
         logits = torch.zeros(0)
         for first in range(0, len(prompt), chunk_tokens):
@@ -128,17 +128,17 @@ class Transformers:
 
     @torch.inference_mode()
     def history(self, prompts: Sequence[list[int]], _num_more: int) -> Any:
-        """As above, for prompts of one length."""
+        """Compute prompts of one length; see above."""
         cache = DynamicCache()
         self._model(input_ids=torch.tensor(prompts), past_key_values=cache, logits_to_keep=1)
         return cache
 
     def release(self, _history: Any) -> None:
-        """Garbage collection does."""
+        """Do nothing: garbage collection frees it."""
 
     @torch.inference_mode()
     def decode(self, history: Any, token_ids: list[int], num_steps: int) -> list[list[int]]:
-        """As above."""
+        """Decode greedily; see above."""
         chosen, last = [], torch.tensor(token_ids)[:, None]
         for _ in range(num_steps):
             answer = self._model(input_ids=last, past_key_values=history, use_cache=True)
@@ -149,7 +149,7 @@ class Transformers:
 
     @torch.inference_mode()
     def prefill(self, prompt: list[int], _chunk_tokens: int) -> int:
-        """As above, all at once."""
+        """Compute a prompt at once; see above."""
         answer = self._model(
             input_ids=torch.tensor([prompt]),
             past_key_values=DynamicCache(),
@@ -194,7 +194,7 @@ def _decode(
     loaded: LoadedModel,
     token_bytes: int,
 ) -> Figures:
-    """Decode from equal histories; every way has to choose the same tokens."""
+    """Decode from equal histories; all ways must choose the same tokens."""
     prompts = [_tokens(loaded, asked.history, seed) for seed in range(batch)]
     last = [prompt[0] for prompt in prompts]
     histories = {name: way.history(prompts, asked.steps) for name, way in ways.items()}
@@ -203,7 +203,7 @@ def _decode(
     chosen: dict[str, Any] = {}
 
     def once(name: str) -> float:
-        seconds, chosen[name] = _timed(
+        seconds, chosen[name] = _cpu_seconds(
             lambda: ways[name].decode(histories[name], last, asked.steps)
         )
         return batch * asked.steps / seconds
@@ -221,7 +221,7 @@ def _prefill(asked: argparse.Namespace, ways: dict[str, Any]) -> Figures:
     chosen: dict[str, Any] = {}
 
     def once(name: str) -> float:
-        seconds, chosen[name] = _timed(lambda: ways[name].prefill(prompt, asked.chunk))
+        seconds, chosen[name] = _cpu_seconds(lambda: ways[name].prefill(prompt, asked.chunk))
         return asked.prompt / seconds
 
     figures = _rounds(asked, {name: lambda name=name: once(name) for name in ways})
@@ -230,7 +230,7 @@ def _prefill(asked: argparse.Namespace, ways: dict[str, Any]) -> Figures:
 
 
 def _rounds(asked: argparse.Namespace, ways: dict[str, Callable[[], float]]) -> Figures:
-    """Take turns: each round begins with another way, and the first round is not counted."""
+    """Alternate: each round begins with another way, and the first round is not counted."""
     names = list(ways)
     figures: Figures = {name: [] for name in names}
     for number in range(-1, asked.rounds):
@@ -242,8 +242,8 @@ def _rounds(asked: argparse.Namespace, ways: dict[str, Callable[[], float]]) -> 
     return figures
 
 
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of this thread's CPU that a call takes, as neighbours take turns with it."""
+def _cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the CPU seconds of this thread for a call, since neighbours share the machine."""
     began_s = time.thread_time()
     result = call()
     return time.thread_time() - began_s, result
@@ -256,7 +256,7 @@ def _check_same(part: str, chosen: dict[str, Any]) -> None:
 
 
 def _show(part: str, figures: Figures) -> None:
-    """Print medians, and the median of each round's ratio of ours to the others'."""
+    """Print medians, and the median of each round's ratio to the others."""
     for name, speeds in figures.items():
         ratios = [mine / other for mine, other in zip(figures["ours"], speeds, strict=True)]
         sys.stdout.write(

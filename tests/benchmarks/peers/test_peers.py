@@ -1,4 +1,4 @@
-"""Comparing engines: what adapters share, what is counted, and two engines in their processes."""
+"""Comparing engines: shared adapter code, counted figures, and two engines in processes."""
 
 import random
 import sys
@@ -17,14 +17,14 @@ def seconds(wall, cpu=0.0):
     return Seconds(wall, cpu)
 
 
-def test_a_prompt_is_never_found_whole():
+def test_at_least_one_token_of_a_prompt_is_computed():
     assert num_common([1, 2, 3], [1, 2, 3, 4]) == 3
     assert num_common([1, 2, 3], [1, 2, 3]) == 2
     assert num_common([1, 9, 3], [1, 2, 3]) == 1
     assert num_common([], [1]) == 0
 
 
-def test_sessions_used_longest_ago_make_room():
+def test_least_recently_used_sessions_are_released():
     released = []
     sessions = Sessions(10, lambda *what: released.append(what))
     for name in ("a", "b"):
@@ -40,7 +40,7 @@ def test_sessions_used_longest_ago_make_room():
     assert sessions.all() == []
 
 
-def test_a_step_is_one_in_which_everybody_decodes():
+def test_a_step_is_one_in_which_all_prompts_decode():
     rows = [[1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 4.0, 5.0]]
     answers = Answers(
         ids=[[0] * len(row) for row in rows],
@@ -49,14 +49,14 @@ def test_a_step_is_one_in_which_everybody_decodes():
     assert answers.step_s() == seconds(2.5 / 3, 25 / 3)
 
 
-def test_what_a_round_took_is_summed_and_warm_up_is_not_counted():
+def test_a_rounds_seconds_are_summed_without_warm_up():
     figures = Figures()
     for number, wall in ((-1, 9.0), (0, 1.0), (0, 2.0)):
         figures.add("line", "ours", number, seconds(wall))
     assert figures.seconds == {"line": {"ours": {0: seconds(3.0)}}}
 
 
-def test_a_table_has_medians_of_the_rounds_that_everybody_took_part_in():
+def test_a_table_has_medians_of_rounds_with_all_engines():
     figures = Figures()
     for number, (ours, good, bad) in enumerate([(2.0, 1.0, 4.0), (1.0, 2.0, 4.0), (3.0, 2.0, 4.0)]):
         figures.add("turn", "ours", number, seconds(ours, ours / 10))
@@ -68,7 +68,7 @@ def test_a_table_has_medians_of_the_rounds_that_everybody_took_part_in():
     assert rows[2:] == ["| turn | 2.00 s | 2.00 s | 4.00 s | 1.50 (good) |"]
 
 
-def test_answers_are_held_against_the_reference():
+def test_answers_are_compared_with_the_reference():
     figures = Figures()
     for name, ids in (("right", [[1, 2]]), ("other", [[1, 2]]), ("wrong", [[1, 3]])):
         figures.chose("turn", name, 0, ids)
@@ -76,7 +76,7 @@ def test_answers_are_held_against_the_reference():
     assert figures.other_tokens("right") == {"wrong": 1}
 
 
-def test_an_engine_may_have_a_model_of_its_own():
+def test_an_engine_may_have_its_own_model():
     assert read_choice("vllm=/bin/python", "/model") == Choice("vllm", "/bin/python", "/model")
     assert read_choice("a=/bin/python:/a.gguf", "/model") == Choice("a", "/bin/python", "/a.gguf")
 

@@ -8,7 +8,7 @@ from inference_svc.bench.bench_session import ATTEMPTS, in_turn, take_rounds
 from inference_svc.bench.figures import Interleaved
 
 
-def measured(**series):
+def make_figures(**series):
     found = Interleaved("case", {"history_tokens": 1})
     for variant, values in series.items():
         for number, value in enumerate(values):
@@ -18,7 +18,7 @@ def measured(**series):
 
 
 def test_ratios_are_of_one_round_each():
-    found = measured(ca=[1.1, 2.2, 5.5], floor=[1.0, 2.0, 5.0])
+    found = make_figures(ca=[1.1, 2.2, 5.5], floor=[1.0, 2.0, 5.0])
     found.compare("ttft_s", "ca", "floor", at_most=1.2)
     (ratio,) = found.case().ratios
     assert ratio.what == "ca / floor"
@@ -28,7 +28,7 @@ def test_ratios_are_of_one_round_each():
 
 
 def test_only_rounds_that_have_both_count():
-    found = measured(re=[10.0, None, None], ca=[1.0, 2.0, 4.0])
+    found = make_figures(re=[10.0, None, None], ca=[1.0, 2.0, 4.0])
     found.compare("ttft_s", "re", "ca", at_least=20)
     (ratio,) = found.case().ratios
     assert (ratio.num_pairs, ratio.ratio.median) == (1, 10.0)
@@ -37,7 +37,7 @@ def test_only_rounds_that_have_both_count():
 
 
 def test_a_ratio_may_be_to_the_better_of_several():
-    found = measured(auto=[2.0, 2.0], always=[1.0, 8.0], never=[4.0, 2.0])
+    found = make_figures(auto=[2.0, 2.0], always=[1.0, 8.0], never=[4.0, 2.0])
     found.compare("ttft_s", "auto", "always", "never")
     (ratio,) = found.case().ratios
     assert ratio.what == "auto / min(always, never)"
@@ -46,21 +46,21 @@ def test_a_ratio_may_be_to_the_better_of_several():
 
 
 def test_without_a_common_round_there_is_no_ratio():
-    found = measured(re=[None, 1.0], ca=[1.0])
+    found = make_figures(re=[None, 1.0], ca=[1.0])
     found.compare("ttft_s", "re", "ca")
     found.compare("ttft_s", "re", "absent")
     assert not found.case().ratios
 
 
 def test_medians_so_far_are_of_what_was_measured():
-    """What was not is worse than anything."""
-    found = measured(ca=[1.0, None, 5.0, 2.0])
+    """Variants that were not measured are worse than any other."""
+    found = make_figures(ca=[1.0, None, 5.0, 2.0])
     assert found.median("ttft_s", "ca") == 2.0
     assert found.median("tpot_s", "ca") == found.median("ttft_s", "re") == inf
 
 
-def test_what_is_discarded_is_counted_even_if_nothing_else_is_there():
-    found = measured(ca=[1.0])
+def test_discarded_measurements_are_counted_even_without_others():
+    found = make_figures(ca=[1.0])
     for variant in ("ca", "ssd", "ssd"):
         found.discard(variant)
     counts = {each.variant: (each.num, each.num_discarded) for each in found.case().variants}
@@ -68,7 +68,7 @@ def test_what_is_discarded_is_counted_even_if_nothing_else_is_there():
 
 
 def test_a_metric_may_be_missing_in_some_rounds():
-    found = measured(ca=[1.0])
+    found = make_figures(ca=[1.0])
     found.add("ca", 1, {"tpot_s": 3.0})
     (variant,) = found.case().variants
     assert variant.values["ttft_s"].median == 1.0
@@ -81,8 +81,8 @@ def test_every_round_begins_with_another_variant():
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
 
 
-async def test_what_is_not_what_the_case_says_is_tried_again():
-    """So many times; rounds below 0 warm up and leave nothing."""
+async def test_a_measurement_outside_its_case_is_repeated():
+    """A bounded number of times; rounds below 0 warm up and leave nothing."""
     taken, said = [], []
 
     async def take(name):

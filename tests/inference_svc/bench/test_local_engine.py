@@ -1,4 +1,4 @@
-"""What is read off one turn, and off the turns of a replay or a batch."""
+"""Figures of one turn, and of the turns of a replay or a batch."""
 
 import pytest
 from hypothesis import given

@@ -21,7 +21,7 @@ TINY = ModelChoice(random="4x256", layers=1)
 @pytest.mark.parametrize(
     ("name", "billions", "mebibytes"),
     [
-        # Weights by their names; KV of a token in 16 bits as the paper gives it.
+        # Weights by their names; KV per token in 16 bits as in the paper.
         ("llama-13b", 13.0, 0.78),
         ("llama-65b", 65.3, 2.5),
         ("llama-70b", 69.0, 0.31),
@@ -48,12 +48,12 @@ def test_a_preset_may_have_fewer_layers():
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama-1t", 0), ("4x256", 5), ("4x256", -1)])
-def test_what_there_is_not_is_refused(name, layers):
+def test_unknown_presets_are_refused(name, layers):
     with pytest.raises(UnknownPresetError):
         preset(name, layers)
 
 
-def test_a_random_model_has_the_shape_the_positions_and_the_weights_it_says():
+def test_a_random_model_has_the_shape_positions_and_weights_of_its_preset():
     loaded = chosen_model(TINY, window_tokens=5000)
     assert loaded.context_window == 5000
     assert loaded.dtype == torch.float32
@@ -62,7 +62,7 @@ def test_a_random_model_has_the_shape_the_positions_and_the_weights_it_says():
     assert num_weights == Shape(1, 256, 4, 4, 704, 8192).num_weights
 
 
-def test_one_keeps_latents():
+def test_one_preset_keeps_latents():
     shape = preset("latent-4x512", 1)
     loaded = chosen_model(ModelChoice(random="latent-4x512", layers=1), 10)
     assert sum(part.numel() for part in loaded.model.parameters()) == shape.num_weights

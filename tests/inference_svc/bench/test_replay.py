@@ -1,4 +1,4 @@
-"""What the turns of a replay come to."""
+"""The figures of a replay's turns."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The document that scripts read, the tables that people read, and the picture."""
+"""The document for scripts, the tables for people, and the picture."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ REPORT = Report(
 )
 
 
-def shown(report):
+def render(report):
     console = Console(width=160, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: PTH123, SIM115
     for table in tables(report, 160):
         console.print(table)
@@ -64,7 +64,7 @@ def test_the_document_is_json_and_says_which_goals_are_met():
 
 
 def test_the_tables_show_medians_discarded_measurements_and_missed_goals():
-    text = shown(REPORT)
+    text = render(REPORT)
     for part in ("900/100", "50.0 ms", "20,000", "15 (-2)", "<= 1.1", "met", ">= 8", "MISSED"):
         assert part in text
     assert "accelerator" not in text
@@ -72,14 +72,14 @@ def test_the_tables_show_medians_discarded_measurements_and_missed_goals():
 
 def test_a_case_with_many_metrics_has_a_row_for_each():
     many = Measured("ca", 1, 0, {f"ttft_p{n}_s": TTFT for n in range(9)} | {"hbm_share": TTFT})
-    text = shown(replace(REPORT, cases=(replace(CASE, variants=(many,)),)))
+    text = render(replace(REPORT, cases=(replace(CASE, variants=(many,)),)))
     assert "ttft p8" in text
     assert "5.0%" in text
 
 
 def test_the_accelerator_is_named_where_there_is_one():
     machine = replace(REPORT.machine, accelerator="a device")
-    assert "a device" in shown(replace(REPORT, machine=machine))
+    assert "a device" in render(replace(REPORT, machine=machine))
 
 
 def test_a_picture_is_written(tmp_path):
@@ -113,12 +113,12 @@ def test_lists_are_read_from_the_command_line():
 
 
 @pytest.mark.parametrize("text", ["1;2", "a", "1/2", "0", "8,-1"])
-def test_what_is_no_list_of_numbers_is_refused(text):
+def test_invalid_lists_of_numbers_are_refused(text):
     with pytest.raises(BadListError):
         numbers(text)
 
 
 @pytest.mark.parametrize("text", ["500", "1/2/3", "a/b", "0/5", "5/-1"])
-def test_what_is_no_list_of_splits_is_refused(text):
+def test_invalid_lists_of_splits_are_refused(text):
     with pytest.raises(BadListError):
         splits_of(text)

@@ -1,4 +1,7 @@
-"""Every part, small, with a real kvd; what it measures is not asserted, what it is made of is."""
+"""Every part, small, with a real kvd.
+
+The composition of its figures is asserted, not their values.
+"""
 
 import json
 from dataclasses import replace
@@ -42,7 +45,7 @@ PAIRS = 1
 
 @pytest.fixture(autouse=True)
 def small_floors(monkeypatch):
-    """What the machine can do is not asserted: finding it out takes no time, nor do many words."""
+    """Shorten the measurement of the machine's floors, and the number of tokens."""
     monkeypatch.setitem(PRESETS, "4x256", replace(PRESETS["4x256"], vocab=512))
     monkeypatch.setattr(prefill, "MATRIX_SIDE", 64)
     monkeypatch.setattr(decode, "BUFFER_BYTES", 1 << 20)
@@ -55,7 +58,7 @@ def measure(tmp_path, forked_children):
     def measured(part):
         report = run(part, CHOICE, RunOptions(tmp_path, on_progress=said.append))
         assert said
-        assert not list(tmp_path.iterdir())  # everything it made is removed
+        assert not list(tmp_path.iterdir())  # all of its files are removed
         return report
 
     return measured
@@ -66,7 +69,7 @@ def variants(case):
 
 
 def test_turns_are_measured_recomputed_from_dram_and_resident(measure):
-    """Every measurement that counts had its history where the case says."""
+    """Every counted measurement had its history in the tier of its case."""
     report = measure(
         TurnsOptions(((100, 30),), (200,), 30, pairs=PAIRS, answer_tokens=2, re_max_tokens=150)
     )
@@ -82,8 +85,8 @@ def test_turns_are_measured_recomputed_from_dram_and_resident(measure):
 
 
 @pytest.mark.long
-def test_turns_are_measured_with_their_history_on_ssd_only(measure):
-    """Pushed out of DRAM before each; with and without time to read ahead."""
+def test_turns_are_measured_with_their_history_on_ssd(measure):
+    """It leaves DRAM before each turn; with and without time to read ahead."""
     report = measure(TurnsOptions(((160, 30),), (), tier="ssd", pairs=PAIRS, answer_tokens=2))
     idle, queued = map(variants, report.cases)
     assert set(idle) == {"auto", "always", "never", "resident"}
@@ -103,8 +106,8 @@ def test_overlap_compares_read_buffers_and_ways_to_save(measure):
 
 
 @pytest.mark.long
-def test_buffers_are_compared_with_the_start_gates_choice(measure):
-    """Every size; what is set is what a turn joins with, and loads take as long as they should."""
+def test_read_buffers_are_compared_with_the_start_gates_choice(measure):
+    """Every size; the setting is the buffer that a turn starts with, and loads take their time."""
     report = measure(BuffersOptions(160, 30, (15.0,), layer_ms=1.0, pairs=PAIRS))
     (case,) = report.cases
     found = variants(case)
@@ -112,14 +115,15 @@ def test_buffers_are_compared_with_the_start_gates_choice(measure):
     assert all(each.num == PAIRS for each in found.values())
     sizes = {name: each.values["buffer_layers"].median for name, each in found.items()}
     assert [sizes[f"B{size}"] for size in range(3)] == [0, 1, 2]
-    assert 1 < sizes["auto"] <= 2  # of two layers, which load far slower than they are computed
+    # of two layers, which load much more slowly than they are computed
+    assert 1 < sizes["auto"] <= 2
     assert {ratio.metric for ratio in case.ratios} == {"ttft_s", "queued_s"}
     (note,) = case.notes
     assert "of 2 layers" in note
 
 
 def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measure):
-    """Every length by itself."""
+    """Every length separately."""
     report = measure(PrefillOptions((20, 70), pairs=PAIRS))
     assert [case.facts["prompt_tokens"] for case in report.cases] == [20, 70]
     for case in report.cases:
@@ -130,7 +134,7 @@ def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measu
 
 
 def test_copies_are_compared_with_plain_ones(measure):
-    """Loads, saves and both at once; there is no goal where the CPU embeds the keys."""
+    """Loads, saves and both at once; without a goal where the CPU embeds the keys."""
     report = measure(CopiesOptions((40, 130), pairs=PAIRS))
     assert [case.name for case in report.cases] == ["40 tokens", "130 tokens"]
     for case in report.cases:
@@ -140,8 +144,8 @@ def test_copies_are_compared_with_plain_ones(measure):
         assert not any(ratio.at_least for ratio in case.ratios)
 
 
-def test_what_travels_by_a_copier_needs_a_gpu(measure):
-    """Nothing else is measured under its name."""
+def test_copying_through_a_copier_needs_a_gpu(measure):
+    """No other part is measured under its name."""
     parts = (
         CopiesOptions((40,), pairs=PAIRS, transport="cuda_ipc"),
         TurnsOptions(((100, 30),), pairs=PAIRS, transport="cuda_ipc"),
@@ -154,8 +158,8 @@ def test_what_travels_by_a_copier_needs_a_gpu(measure):
             measure(part)
 
 
-def test_copies_are_compared_by_a_copier_too(measure, monkeypatch):
-    """With a kvd whose copier is over a stand-in for a GPU."""
+def test_copies_through_a_copier_are_compared_too(measure, monkeypatch):
+    """With a kvd whose copier runs over a stand-in for a GPU."""
     for name, value in fake_cuda().items():
         monkeypatch.setenv(name, value)
 
@@ -170,7 +174,7 @@ def test_copies_are_compared_by_a_copier_too(measure, monkeypatch):
 
 
 def test_serve_replays_a_trace_with_and_without_reuse(measure):
-    """Every token of the history is either found in a tier or computed again."""
+    """Every token of the history is either found in a tier or recomputed."""
     report = measure(
         ServeOptions(SAMPLE, 4, 2, scale=0.05, think_scale=0.0, variants=("ca", "kvd", "re"))
     )
@@ -188,7 +192,7 @@ def test_serve_replays_a_trace_with_and_without_reuse(measure):
 
 
 def test_an_overflow_is_compared_with_the_turn_that_fits_and_with_half_the_history(measure):
-    """In both tiers, every turn had all that was left of its history where the case says."""
+    """In both tiers every turn had the rest of its history where the case says."""
     report = measure(OverflowOptions(130, 20, answer_tokens=2, pairs=PAIRS))
     for case in report.cases:
         assert {name: found.num for name, found in variants(case).items()} == {
@@ -200,8 +204,8 @@ def test_an_overflow_is_compared_with_the_turn_that_fits_and_with_half_the_histo
     assert [case.name.split(", ")[1] for case in report.cases] == ["dram", "hbm"]
 
 
-def test_sessions_that_begin_alike_are_compared_on_pages_and_side_by_side(measure):
-    """On pages the prompt is held once; every measured turn had it from memory."""
+def test_sessions_with_a_common_prompt_are_compared_on_pages_and_side_by_side(measure):
+    """On pages the prompt is stored once; every measured turn had it from memory."""
     options = SharingOptions(
         num_sessions=3,
         num_at_once=2,
@@ -227,7 +231,7 @@ def test_sessions_that_begin_alike_are_compared_on_pages_and_side_by_side(measur
 
 
 def test_coupled_positions_lose_the_turns_that_overflow(measure, tmp_path_factory):
-    """With room for everything CA hits each turn that has history; OF does not after overflows."""
+    """With room for everything CA hits each turn with history; OF does not after overflows."""
     trace = tmp_path_factory.mktemp("plan") / "trace.jsonl"
     report = measure(PositionsOptions(SAMPLE, 6, scale=0.1, window_tokens=128, plan_trace=trace))
     (case,) = report.cases
@@ -241,7 +245,7 @@ def test_coupled_positions_lose_the_turns_that_overflow(measure, tmp_path_factor
 
 
 def test_decode_is_compared_with_generate_and_with_the_memory(measure):
-    """Eight at once also with eight one after another."""
+    """Eight sequences at once are also compared with eight one after another."""
     report = measure(DecodeOptions((1, 8), history_tokens=20, steps=6, pairs=PAIRS))
     alone, eight = map(variants, report.cases)
     assert set(alone) == {"ours", "generate", "floor"}
@@ -250,7 +254,7 @@ def test_decode_is_compared_with_generate_and_with_the_memory(measure):
 
 
 def test_drafts_are_compared_with_none(measure):
-    """By traffic and batch; without a tokenizer both are of random tokens."""
+    """By traffic and batch; without a tokenizer both have random tokens."""
     report = measure(DraftsOptions((1, 2), history_tokens=20, steps=12, pairs=PAIRS))
     assert [case.name for case in report.cases] == [
         *("copy, batch 1", "copy, batch 2", "chat, batch 1", "chat, batch 2")
@@ -287,7 +291,7 @@ def test_replayed_steps_are_compared_with_computed_ones(measure, monkeypatch):
 
 
 def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
-    """Progress goes to stderr, `--json -` to stdout, and nothing else does."""
+    """Progress goes to stderr, `--json -` to stdout, which has no other output."""
     arguments = "bench decode --random 4x256 --layers 1 --threads 1 --batches 1 --history 8"
     arguments += f" --steps 3 --pairs 1 --json - --directory {tmp_path}"
     monkeypatch.setattr("sys.argv", ["inference-svc", *arguments.split()])
@@ -319,7 +323,7 @@ def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
         ("decode --random 4x256 --layers 1 --directory /nowhere", "cannot write"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(arguments, what, capsys, monkeypatch):
+def test_unmeasurable_options_are_refused_in_one_line(arguments, what, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["inference-svc", "bench", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         main()

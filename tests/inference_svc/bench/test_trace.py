@@ -24,7 +24,7 @@ TURNS = st.builds(
 SESSIONS = st.lists(st.lists(TURNS, min_size=1, max_size=8).map(tuple), max_size=5)
 
 
-def test_the_sample_has_its_sessions_in_order_of_their_beginning():
+def test_the_sample_has_its_sessions_in_order_of_their_starts():
     sessions = read_trace(SAMPLE, 100)
     assert len(sessions) == 12
     assert sum(map(len, sessions)) == 88
@@ -32,7 +32,7 @@ def test_the_sample_has_its_sessions_in_order_of_their_beginning():
     assert all(turns[0].think_s == 0 for turns in sessions)
 
 
-def test_only_the_first_sessions_are_read_and_those_whole():
+def test_only_the_first_sessions_are_read_completely():
     assert read_trace(SAMPLE, 5) == read_trace(SAMPLE, 100)[:5]
 
 
@@ -55,7 +55,7 @@ def test_a_trace_may_be_plain(tmp_path):
         gzip.compress(b"x" * 1000, mtime=0)[:20],
     ],
 )
-def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
+def test_invalid_traces_are_refused_in_one_line(tmp_path, content):
     file = tmp_path / "trace"
     file.write_bytes(content)
     with pytest.raises(BadTraceError) as refused:
@@ -63,7 +63,7 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, content):
     assert "\n" not in str(refused.value)
 
 
-def test_a_trace_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_trace_is_refused(tmp_path):
     with pytest.raises(BadTraceError, match="FileNotFoundError"):
         read_trace(tmp_path / "none", 10)
 
@@ -93,7 +93,7 @@ def test_generated_sessions_are_the_same_for_the_same_seed():
     assert chat_like_sessions(20, seed=3) != chat_like_sessions(20, seed=4)
 
 
-def test_generated_sessions_look_like_those_they_are_drawn_after():
+def test_generated_sessions_resemble_their_model():
     sessions = chat_like_sessions(4000, seed=1)
     turns = [turn for session in sessions for turn in session]
     assert len(turns) / len(sessions) == pytest.approx(5.75, rel=0.1)

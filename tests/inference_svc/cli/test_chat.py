@@ -1,4 +1,4 @@
-"""`inference-svc chat`: text that is wrapped while it comes, and what is asked and told beside."""
+"""`inference-svc chat`: text wrapped while it streams, its options, and its notes."""
 
 import json
 
@@ -11,7 +11,7 @@ from shared.types.errors import InvalidInputError
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nA second  paragraph follows it."
 
 
-def wrapped(pieces, width):
+def wrap_pieces(pieces, width):
     wrap = WordWrap(width)
     return "".join([*(wrap.feed(piece) for piece in pieces), wrap.end()])
 
@@ -19,18 +19,18 @@ def wrapped(pieces, width):
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("width", [10, 20, 80])
 def test_lines_break_between_words(size, width):
-    """Wherever the pieces end; nothing but blanks is changed."""
+    """Wherever the pieces end; only blanks are changed."""
     pieces = [TEXT[start : start + size] for start in range(0, len(TEXT), size)]
-    shown = wrapped(pieces, width)
+    shown = wrap_pieces(pieces, width)
     assert shown.split() == TEXT.split()
     assert max(map(len, shown.split("\n"))) <= width
-    assert shown == wrapped([TEXT], width)
+    assert shown == wrap_pieces([TEXT], width)
     if width == 80:
         assert shown == TEXT
 
 
 def test_a_word_that_is_too_long_is_left_to_the_terminal():
-    """It is shown as soon as it fills a line: in some scripts there is no blank."""
+    """It is shown as soon as it fills a line: some scripts have no blanks."""
     wrap = WordWrap(10)
     assert wrap.feed("a ") == "a"
     assert wrap.feed("x" * 12) == "\n" + "x" * 12
@@ -40,15 +40,15 @@ def test_a_word_that_is_too_long_is_left_to_the_terminal():
 
 def test_wide_characters_take_two_columns():
     """As a terminal shows them."""
-    assert wrapped(["日本 日本 日本"], 10) == "日本 日本\n日本"
+    assert wrap_pieces(["日本 日本 日本"], 10) == "日本 日本\n日本"
 
 
-def test_what_a_terminal_would_obey_is_left_out():
+def test_control_characters_are_left_out():
     """An answer moves no cursor and rings no bell."""
-    assert wrapped(["a\x1b[2J\x07b\tc\r"], 80) == "a[2Jb c"
+    assert wrap_pieces(["a\x1b[2J\x07b\tc\r"], 80) == "a[2Jb c"
 
 
-def test_template_arguments_are_json_or_a_text():
+def test_template_arguments_are_json_or_text():
     """The later of two with one name counts."""
     given = [
         "enable_thinking=false",
@@ -74,8 +74,8 @@ def test_a_template_argument_has_a_name_and_a_value(given):
         template_arguments(["a=1", given])
 
 
-def test_drafts_are_told_where_they_were_right():
-    """An answer that cost less than its length says."""
+def test_accepted_drafts_are_mentioned():
+    """With the saved share of an answer's steps."""
     usage = pb.Usage(drafted_tokens=12, accepted_tokens=9)
     assert "9 of 12 drafted were right" in describe(usage)
     assert "drafted" not in describe(pb.Usage(drafted_tokens=3))

@@ -1,4 +1,4 @@
-"""What may come next on a command line of the service's, and what a shell makes of it."""
+"""Completion of the service's command lines, and its use by a shell."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ BASH = shutil.which("bash")
 
 
 def words_after(capsys, *typed):
-    """Words that are offered for the last of those typed."""
+    """Return the words that are offered for the last typed one."""
     with pytest.raises(SystemExit) as ended:
         main(["complete", "--", *typed])
     assert ended.value.code == 0
@@ -35,22 +35,22 @@ def words_after(capsys, *typed):
         ("serve --saving=s", ["--saving=sync"]),
         ("bench turns --dtype b", ["bfloat16"]),
         ("completion z", ["zsh"]),
-        ("serve --model ", []),  # a shell offers files then
+        ("serve --model ", []),  # a shell completes files then
         ("token ", []),
     ],
 )
-def test_what_may_come_next(capsys, line, expected):
-    """Commands, options, what options may be."""
+def test_candidates_fit_their_place(capsys, line, expected):
+    """Commands, options, and options' values."""
     assert words_after(capsys, *line.split(" ")) == expected
 
 
-def test_what_shells_call_is_not_offered(capsys):
-    """It is not for people; everything else is there."""
+def test_hidden_commands_are_not_offered(capsys):
+    """The commands that shells call are hidden; all others are offered."""
     assert set(words_after(capsys, "")) == set(root_command().commands) - {"complete"}
 
 
-def test_choices_are_those_of_the_settings():
-    """What completion offers is what the service takes."""
+def test_completed_choices_are_those_of_the_settings():
+    """The service accepts what completion offers."""
     settings = {
         "attention": ModelSettings,
         "dtype": ModelSettings,
@@ -68,8 +68,8 @@ def test_choices_are_those_of_the_settings():
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
-def test_bash_completes(capsys, tmp_path: Path):
-    """The script, in a real bash, with the program that is in PATH."""
+def test_completion_in_bash(capsys, tmp_path: Path):
+    """A real bash runs the script, with the program that is in PATH."""
     with pytest.raises(SystemExit):
         main(["completion", "bash"])
     program = tmp_path / "inference-svc"

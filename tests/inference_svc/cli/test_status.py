@@ -9,7 +9,7 @@ from shared.pb.inference.v1 import inference_pb2 as pb
 
 
 def test_status_shows_gauges_and_counters_with_their_meaning():
-    """A person sees units and explanations; counters that this version does not know come last."""
+    """A person sees units and explanations; counters unknown to this version come last."""
     model = pb.Model(
         name="tiny",
         gauges={"pool_bytes": 1 << 20, "retry_after_s": 0.25, "waiting": 3.0},
@@ -25,8 +25,8 @@ def test_status_shows_gauges_and_counters_with_their_meaning():
     assert shown.index("turns_finished") < shown.index("future")
 
 
-def test_status_is_one_screen():
-    """What is asked first, in 80 columns and 24 lines; of a service that has just begun, too."""
+def test_status_fits_a_screen():
+    """The most important lines in 80 columns and 24 lines; for a new service, too."""
     counts = {"turns_finished": 12, "history_tokens": 2000, "reused_tokens": 1900}
     counts |= {"recomputed_tokens": 100, "output_tokens": 600, "load_errors": 2, "expired": 0}
     gauges = {"uptime_s": 507.0, "compute_busy_s": 20.0, "ttft_p50_s": 0.025, "ttft_p95_s": 0.2}
@@ -54,6 +54,6 @@ def test_status_is_one_screen():
         ("busy", 0.4567, "0.457"),
     ],
 )
-def test_gauges_are_shown_in_their_unit(name, value, shown):
+def test_gauges_are_shown_with_their_unit(name, value, shown):
     """The end of the name is the unit."""
     assert format_gauge(name, value) == shown

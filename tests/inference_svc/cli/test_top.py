@@ -1,4 +1,4 @@
-"""What `inference-svc top` shows of several looks."""
+"""`inference-svc top` with several samples."""
 
 from inference_svc.cli.status import TROUBLES
 from inference_svc.cli.top import top_lines
@@ -7,7 +7,7 @@ from shared.terminal.printing import sparkline
 
 
 def look(uptime_s, num_tokens, num_turns=0, ttft_total_s=0.0, running=1):
-    """At a service whose history is found all."""
+    """Make a sample of a service that finds all history."""
     return pb.Model(
         name="tiny",
         running_turns=running,
@@ -22,14 +22,14 @@ def look(uptime_s, num_tokens, num_turns=0, ttft_total_s=0.0, running=1):
 
 
 def rates(looks, width=80):
-    """The lines of bars, by their label."""
+    """Return the lines of bars, by label."""
     lines = "\n".join(top_lines(looks, width, 24)).splitlines()
     drawn = lines[lines.index("") + 1 :]
     assert max(map(len, lines)) <= width
     return {line[:13].strip(): line[13:].split() for line in drawn}
 
 
-def test_rates_are_those_between_two_looks():
+def test_rates_are_computed_between_two_samples():
     """By the service's own clock; the newest bar is at the right."""
     found = rates([look(10, 100), look(12, 140, 2, 0.5), look(14, 220, 4, 1.5)])
     assert found["tokens/s"] == ["40", "▅█", "most", "40"]
@@ -39,8 +39,8 @@ def test_rates_are_those_between_two_looks():
     assert found["turns run"][:2] == ["1", "███"]
 
 
-def test_one_look_has_no_rates_yet():
-    """Nor has the first one after a restart of the service: nothing is counted backwards."""
+def test_one_sample_has_no_rates():
+    """Nor has the first one after a restart of the service: rates are never negative."""
     assert rates([look(10, 100)])["tokens/s"] == ["-"]
     assert rates([look(10, 100), look(12, 200), look(1, 5)])["tokens/s"] == ["-"]
     after = rates([look(10, 100), look(1, 5), look(2, 15)])
@@ -48,15 +48,15 @@ def test_one_look_has_no_rates_yet():
 
 
 def test_bars_fit_their_room():
-    """The newest stay; what is not known is a blank."""
+    """The newest stay; unknown values are blank."""
     assert sparkline([1.0, 8.0, None, 4.0], 3) == "█ ▅"
     assert sparkline([0.0, 0.0], 5) == "▁▁"
     assert sparkline([1.0], 0) == ""
     assert rates([look(n, 100 * n) for n in range(1, 200)], 60)["tokens/s"][0] == "100"
 
 
-def test_one_screen_has_the_bars_however_many_troubles_there_are():
-    """The status gives way to them from its end, and says how many of its lines are missing."""
+def test_one_screen_has_the_bars_despite_many_troubles():
+    """The status is cut at its end, with the number of omitted lines."""
     troubled = look(12, 140)
     for name in TROUBLES:
         troubled.counters[name] = 3

@@ -1,4 +1,4 @@
-"""When an answer ends, and what may be shown before."""
+"""When an answer ends, and which text may be shown before."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_an_end_token_ends_the_answer_and_belongs_to_it():
     assert [token.token_id for token in answer.kept] == [1, EOS]
 
 
-def test_ignore_eos_goes_on():
+def test_ignore_eos_continues_the_answer():
     """Benchmarks want answers of a given length."""
     answer = GrowingAnswer(SamplingParams(ignore_eos=True, max_tokens=2), frozenset({EOS}))
     assert answer.push(AnswerToken(EOS, ""))[1] is None
@@ -43,7 +43,7 @@ def test_ignore_eos_goes_on():
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_stop_token_ends_the_answer_and_belongs_to_it(ignore_eos):
-    """Also where end-of-turn tokens do not; what was held back is shown."""
+    """Also where end-of-turn tokens do not; withheld text is shown."""
     params = SamplingParams(stop_token_ids=(7, 8), ignore_eos=ignore_eos, stop=("STOP",))
     answer = GrowingAnswer(params, frozenset({EOS}))
     first, last = AnswerToken(1, "aS"), AnswerToken(8, "T")
@@ -53,16 +53,16 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(ignore_eos):
 
 
 @pytest.mark.parametrize("token_id", [EOS, 7])
-def test_what_would_end_the_answer_does_not_before_it_is_long_enough(token_id):
-    """Then it does."""
+def test_a_short_answer_is_not_ended(token_id):
+    """Until it has its minimum length."""
     params = SamplingParams(min_tokens=2, stop_token_ids=(7,))
     answer = GrowingAnswer(params, frozenset({EOS}))
     reasons = [answer.push(AnswerToken(token_id, ""))[1] for _ in range(3)]
     assert reasons == [None, None, FinishReason.STOP]
 
 
-def test_an_answer_may_be_as_long_as_it_must():
-    """`max_tokens` ends it whatever it is."""
+def test_the_minimum_may_equal_the_maximum():
+    """`max_tokens` ends the answer in any case."""
     shown, reason, answer = write(["a", "b", "S"], stop=("S",), min_tokens=3, max_tokens=3)
     assert (shown, reason, answer.num_held) == ("abS", FinishReason.LENGTH, 0)
 
@@ -75,8 +75,8 @@ def test_an_answer_may_be_as_long_as_it_must():
         (["a", "b", "STOP"], "ab", 2),  # begins just behind it
     ],
 )
-def test_a_stop_string_begins_behind_the_tokens_that_must_be_there(texts, shown, kept):
-    """These are shown as they come, and stay."""
+def test_a_stop_string_begins_behind_the_minimum(texts, shown, kept):
+    """The text of those tokens is shown as it comes, and stays."""
     got, reason, answer = write(texts, stop=("STOP",), min_tokens=2)
     assert (got, reason) == (shown, FinishReason.STOP)
     assert len(answer.kept) == kept
@@ -86,7 +86,7 @@ def test_a_stop_string_begins_behind_the_tokens_that_must_be_there(texts, shown,
     assert answer.push(second) == ([], None)
 
 
-def test_max_tokens_ends_the_answer_and_releases_what_was_held():
+def test_max_tokens_ends_the_answer_and_releases_withheld_text():
     """Text that might have become a stop string is shown when no more can come."""
     shown, reason, _ = write(["ab", "cS", "T"], stop=("STOP",), max_tokens=3)
     assert (shown, reason) == ("abcST", FinishReason.LENGTH)
@@ -100,17 +100,17 @@ def test_max_tokens_ends_the_answer_and_releases_what_was_held():
         (["ab", "cS", "TO", "Px"], "abc", 1),
         (["abSTOPc"], "ab", 0),
         (["S", "TO", "x", "STOP"], "STOx", 3),
-        (["é", "", "STOP"], "é", 1),  # a token that began a character which the cut took away
+        (["é", "", "STOP"], "é", 1),  # a token that began a character, which the cut removed
     ],
 )
-def test_a_stop_string_and_what_follows_are_not_shown(texts, shown, kept):
+def test_a_stop_string_and_later_text_are_not_shown(texts, shown, kept):
     """A stop string may span tokens, and begin or end inside one."""
     got, reason, answer = write(texts, stop=("STOP",))
     assert (got, reason) == (shown, FinishReason.STOP)
     assert len(answer.kept) == kept
 
 
-def test_the_first_of_several_stop_strings_counts():
+def test_the_earliest_of_several_stop_strings_counts():
     """Whichever begins first in the text cuts it."""
     shown, _, answer = write(["one two"], stop=("two", "ne"))
     assert (shown, answer.stop_string) == ("o", "ne")
@@ -123,9 +123,9 @@ def test_the_first_of_several_stop_strings_counts():
     st.integers(0, 4),
 )
 def test_shown_text_is_the_text_up_to_the_first_stop(texts, stops, least):
-    """For any split into tokens: nothing of a stop string is shown, nothing else is lost.
+    """With any tokens: no part of a stop string is shown, and nothing else is lost.
 
-    So it is behind the tokens that must be there, which are shown whatever they say.
+    Text of the tokens up to the minimum length is always shown.
     """
     shown, reason, answer = write(texts, stop=tuple(stops), max_tokens=1000, min_tokens=least)
     must, texts = "".join(texts[:least]), texts[least:]
@@ -186,8 +186,8 @@ def test_defaults_are_greedy_and_valid():
         ({"stop": ("x",) * 17}, "17 stop strings"),
     ],
 )
-def test_each_bad_value_is_named(values, said):
-    """The message names the value and what is accepted."""
+def test_each_bad_value_is_reported(values, said):
+    """The message has the value and the accepted ones."""
     with pytest.raises(InvalidSamplingError, match=said):
         SamplingParams(**values).check()
 
@@ -203,20 +203,20 @@ def test_each_bad_value_is_named(values, said):
         {"logit_bias": {0: 100.0}},
     ],
 )
-def test_the_bounds_themselves_are_good(values):
+def test_the_bounds_themselves_are_valid(values):
     """They are in their ranges."""
     SamplingParams(**values).check()
 
 
 def test_all_problems_come_in_one_error():
-    """A client learns everything that is wrong from one answer."""
+    """A client learns of every error from one answer."""
     with pytest.raises(InvalidSamplingError) as caught:
         SamplingParams(temperature=-1, top_p=2, max_tokens=0).check()
     assert str(caught.value).count(";") == 2
 
 
-def test_what_is_held_back_is_let_go_when_no_token_comes_any_more():
-    """An answer that is cut from outside ends with all that it has; once."""
+def test_withheld_text_is_released_at_the_end():
+    """An answer that is ended from outside has all of its text; once."""
     answer = GrowingAnswer(SamplingParams(stop=("STOP",)), frozenset({EOS}))
     assert answer.push(AnswerToken(1, "aS")) == ([], None)
     assert answer.push(AnswerToken(2, "T")) == ([], None)
@@ -229,7 +229,7 @@ def test_what_is_held_back_is_let_go_when_no_token_comes_any_more():
 
 
 def test_an_answer_by_a_grammar_is_not_cut():
-    """Neither a stop string nor a stop token ends it: half a document would be none."""
+    """Neither a stop string nor a stop token ends it: half a document would be useless."""
     grammar = schema_grammar({"type": "object"})
     params = SamplingParams(stop=("STOP",), stop_token_ids=(1,), grammar=grammar)
     answer = GrowingAnswer(params, frozenset({EOS}))
@@ -254,12 +254,12 @@ def test_the_length_of_a_grammar_is_bounded(source):
         SamplingParams(grammar=Grammar(GrammarKind.REGEX, source)).check()
 
 
-def test_nothing_ends_an_answer_within_a_call():
-    """But for max_tokens; stop strings are looked for before it, in its last token, and behind."""
+def test_only_max_tokens_ends_an_answer_within_a_call():
+    """Stop strings are searched before it, in its last token, and behind."""
     params = SamplingParams(stop=("b", "zz"), stop_token_ids=(7,), max_tokens=9)
     answer = GrowingAnswer(params, frozenset({EOS}))
     assert answer.push(AnswerToken(1, "z")) == ([], None)
-    for text in ("z", "b", "zz"):  # what was held is part of no stop string any more
+    for text in ("z", "b", "zz"):  # withheld text is part of no stop string any more
         shown, reason = answer.push(AnswerToken(7, text), is_in_call=True)
         assert (shown[-1].text, reason, answer.num_held) == (text, None, 0)
     assert "".join(token.text for token in answer.kept) == "zzbzz"

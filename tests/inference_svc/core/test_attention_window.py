@@ -1,4 +1,4 @@
-"""What can be built on where layers attend to the last tokens only."""
+"""What can be continued where layers attend to the last tokens only."""
 
 import pytest
 from hypothesis import given
@@ -11,15 +11,15 @@ from inference_svc.core.attention_window import HeldRows, is_whole
     ("num_tokens", "window_from", "window", "whole"),
     [
         (10, 4, 0, True),  # no layer has a window
-        (10, 0, 4, True),  # nothing is missing
+        (10, 0, 4, True),  # no row is missing
         (3, 0, 4, True),
         (10, 6, 4, True),
         (10, 7, 4, False),
         (4, 1, 4, False),
     ],
 )
-def test_a_window_is_there_or_nothing_can_be_built_on(num_tokens, window_from, window, whole):
-    """All tokens that the next one attends to have to be there."""
+def test_a_window_must_be_complete(num_tokens, window_from, window, whole):
+    """All tokens that the next one attends to must have rows."""
     assert is_whole(num_tokens, window_from, window) == whole
 
 
@@ -35,8 +35,8 @@ ROWS = st.builds(
 )
 
 
-def test_a_long_sequence_takes_a_part_of_the_slots_of_its_tokens():
-    """Short ones take as many as ever."""
+def test_a_long_sequence_takes_fewer_slots_than_its_tokens():
+    """Short ones take one per token."""
     assert GEMMA.num_rows == 1568
     assert GEMMA.slots_for(1568) == 1568
     assert GEMMA.slots_for(1569) == 1569
@@ -47,7 +47,7 @@ def test_a_long_sequence_takes_a_part_of_the_slots_of_its_tokens():
 
 @given(ROWS, st.integers(0, 200))
 def test_slots_are_the_memory_that_a_sequence_has(rows, number):
-    """Neither less, nor a slot more, whether tokens or slots are asked for."""
+    """Neither fewer nor more, whether computed from tokens or from slots."""
     for num_tokens in (number, rows.tokens_in(number)):
         num_slots = rows.slots_for(num_tokens)
         items = num_tokens * rows.full_items
@@ -58,7 +58,7 @@ def test_slots_are_the_memory_that_a_sequence_has(rows, number):
 
 
 @given(ROWS, st.data())
-def test_rows_move_on_before_they_are_full(rows, data):
+def test_rows_are_freed_before_they_are_full(rows, data):
     """New tokens have rows, and those before them stay that are attended to, and some more."""
     num_tokens = data.draw(st.integers(0, 60))
     first = max(0, num_tokens - rows.kept_tokens)
@@ -70,7 +70,7 @@ def test_rows_move_on_before_they_are_full(rows, data):
 
 
 def test_a_long_answer_moves_its_window_rarely():
-    """By half of the tokens of a step; so that as many can be taken back."""
+    """By half of the tokens of a step, so that as many can be taken back."""
     window_from, moves = GEMMA.first_held(0, 3000, 512), []
     for num_tokens in range(3512, 6000):
         first = GEMMA.first_held(window_from, num_tokens, 1)
@@ -83,6 +83,6 @@ def test_a_long_answer_moves_its_window_rarely():
 
 
 def test_a_sequence_that_is_short_of_rows_is_a_bug():
-    """More tokens at once than a step has."""
+    """It would compute more tokens at once than a step has."""
     with pytest.raises(AssertionError, match="at once"):
         GEMMA.first_held(0, 3000, 513)

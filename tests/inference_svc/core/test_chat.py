@@ -1,4 +1,4 @@
-"""Messages, tools and calls, as templates take them."""
+"""Messages, tools and calls in the form that templates get."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from inference_svc.core.chat import ASSISTANT, TOOL, USER, Message, Tool, ToolCa
 CALL = ToolCall("a", '{"b": [1]}', "one")
 
 
-def test_a_tool_has_a_schema_of_an_object():
-    """Whatever the client left out; what it said stays."""
+def test_a_tool_has_an_object_schema():
+    """Whatever the client left out; its own values stay."""
     assert Tool("a").schema == {"type": "object", "properties": {}}
     schema = {"properties": {"b": {"type": "null"}}, "required": ["b"]}
     assert Tool("a", "c", schema).as_template() == {
@@ -21,8 +21,8 @@ def test_a_tool_has_a_schema_of_an_object():
     }
 
 
-def test_a_message_says_what_it_has():
-    """No more: templates ask whether there are calls."""
+def test_a_message_has_only_its_own_fields():
+    """Templates check whether there are calls."""
     assert Message(USER, "b").as_template() == {"role": "user", "content": "b"}
     assert Message(ASSISTANT, "", (CALL,)).as_template() == {
         "role": "assistant",
@@ -48,13 +48,13 @@ def test_a_message_says_what_it_has():
         (Message(TOOL, "", (), "one"), True),
     ],
 )
-def test_what_says_anything(message, says):
-    """A tool may return nothing, and that is something."""
+def test_which_messages_have_content(message, says):
+    """A tool may return nothing, which counts as content."""
     assert message.has_content == says
 
 
-def test_equal_tools_are_equal_texts():
-    """In their order; none are no text."""
+def test_equal_tools_have_equal_texts():
+    """In their order; no tools have no text."""
     assert canonical([]) == ""
     assert canonical([Tool("a"), Tool("é")]) == canonical((Tool("a"), Tool("é")))
     assert canonical([Tool("a"), Tool("é")]) != canonical([Tool("é"), Tool("a")])

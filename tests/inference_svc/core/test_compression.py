@@ -1,4 +1,4 @@
-"""What each policy keeps, and what none of them ever drops."""
+"""Which tokens each policy keeps, and which none of them drops."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ from inference_svc.core.ranges import merge_ranges, num_in, without
 
 @st.composite
 def contexts(draw):
-    """A context's length, scores of its first tokens, and protected ranges in any order."""
+    """Draw a context's length, scores of its first tokens, and protected ranges in any order."""
     num_tokens = draw(st.integers(1, 80))
     num_scored = draw(st.integers(1, num_tokens))
     scores = draw(st.lists(st.floats(0, 1e6), min_size=num_scored, max_size=num_scored))
@@ -41,8 +41,8 @@ def positions(ranges):
 
 
 @given(policies, contexts())
-def test_drops_are_merged_and_leave_what_is_protected(policy, context):
-    """Ranges come sorted, merged and inside the context; protected tokens are in none of them."""
+def test_drops_are_merged_and_spare_protected_tokens(policy, context):
+    """Ranges are sorted, merged and within the context, without any protected token."""
     num_tokens, scores, protected = context
     ranges = policy.drop(num_tokens, scores, protected)
     assert merge_ranges(ranges, num_tokens) == ranges
@@ -50,8 +50,8 @@ def test_drops_are_merged_and_leave_what_is_protected(policy, context):
 
 
 @given(policies, contexts())
-def test_as_many_stay_as_the_ratio_says(policy, context):
-    """Exactly the ratio's part of the free tokens stays, or more where newer ones must."""
+def test_the_ratio_determines_how_many_tokens_stay(policy, context):
+    """Exactly its share of the free tokens, or more where newer ones must stay."""
     num_tokens, scores, protected = context
     num_free = num_tokens - len(positions(protected))
     num_left = num_free - num_in(policy.drop(num_tokens, scores, protected))
@@ -63,7 +63,7 @@ def test_as_many_stay_as_the_ratio_says(policy, context):
 
 @given(policies, contexts())
 def test_tokens_without_a_score_stay(policy, context):
-    """What no query has judged is not dropped by a policy that goes by scores."""
+    """Policies that use scores do not drop tokens that no query has scored."""
     num_tokens, scores, protected = context
     dropped = positions(policy.drop(num_tokens, scores, protected))
     assert policy.needs == "nothing" or all(position < len(scores) for position in dropped)
@@ -71,8 +71,8 @@ def test_tokens_without_a_score_stay(policy, context):
 
 # Not H2O: two rankings share its budget, and rounding moves a token from one to the other.
 @given(policies.filter(lambda policy: policy.name != "h2o"), contexts())
-def test_a_larger_ratio_keeps_whatever_a_smaller_one_keeps(policy, context):
-    """Policies rank tokens; the ratio only says how far down the ranks they go."""
+def test_a_larger_ratio_keeps_all_tokens_of_a_smaller_one(policy, context):
+    """Policies rank tokens; the ratio only sets the length of the kept part."""
     num_tokens, scores, protected = context
     larger = type(policy)(min(1.0, policy.keep_ratio * 1.5))
     fewer = positions(larger.drop(num_tokens, scores, protected))
@@ -91,11 +91,11 @@ def test_sinks_recent_keeps_both_ends():
 
 
 def test_protected_sinks_count_as_sinks():
-    """A system message at the start leaves the budget to the recent tokens."""
+    """A system message at the start leaves the budget to recent tokens."""
     assert SinksRecent(0.5).drop(12, None, [(0, 4)]) == ((4, 8),)
 
 
-def test_snapkv_keeps_window_answer_and_what_the_window_saw():
+def test_snapkv_keeps_window_answer_and_the_tokens_they_attend_to():
     """The best-scored tokens survive with neighbours; window and answer need no score."""
     scores = [0.0] * 20
     scores[5] = 9.0
@@ -104,8 +104,8 @@ def test_snapkv_keeps_window_answer_and_what_the_window_saw():
     assert kept == [4, 5, 6, 15, *range(16, 24)]
 
 
-def test_snapkv_keeps_its_window_whatever_the_ratio():
-    """A budget smaller than window and answer drops all that is older, and no more."""
+def test_snapkv_keeps_its_window_with_any_ratio():
+    """A budget smaller than window and answer drops all older tokens, and no more."""
     assert SnapKV(0.05, window_tokens=4).drop(24, [1.0] * 20, []) == ((0, 16),)
     assert SnapKV(0.05, window_tokens=4).drop(3, [1.0] * 3, []) == ()
 
@@ -116,7 +116,7 @@ def test_pooling_spreads_the_best_score():
 
 
 def test_h2o_keeps_heavy_hitters_and_the_latest():
-    """Half of the budget each, though others have more attention than the latest."""
+    """They get half of the budget each, though others have more attention than the latest."""
     scores = [0.0, 7.0, 6.0, 0.0, 8.0, 5.0, 2.0, 1.0]
     assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [1, 4, 6, 7]
     assert without(range(8), HeavyHitters(0.5, 0.25).drop(8, scores, [])) == [1, 2, 4, 7]
@@ -124,7 +124,7 @@ def test_h2o_keeps_heavy_hitters_and_the_latest():
 
 
 def test_h2o_counts_tokens_without_a_score_among_the_latest():
-    """The answer's last tokens use up the recent half first, and more of the budget if need be."""
+    """The answer's last tokens use up the recent half first, then more of the budget."""
     scores = [9.0, 7.0, 6.0, 5.0]
     assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [4, 5, 6, 7]
     assert without(range(8), HeavyHitters(0.75).drop(8, scores, [])) == [0, 1, 4, 5, 6, 7]
@@ -133,7 +133,7 @@ def test_h2o_counts_tokens_without_a_score_among_the_latest():
 # --------------------------------------------------------------------------- the table of policies
 
 
-def test_every_name_makes_its_policy():
+def test_every_name_creates_its_policy():
     """Names in the table are those of the policies; "none" is no policy."""
     made = [make_compression(name, 0.5) for name in POLICY_NAMES]
     assert made[0] is None
@@ -150,7 +150,7 @@ def test_every_name_makes_its_policy():
         ("snapkv", float("nan"), "keep_ratio nan is not in"),
     ],
 )
-def test_bad_values_are_named(name, keep_ratio, said):
+def test_bad_values_are_reported(name, keep_ratio, said):
     """The message has the value and the remedy."""
     with pytest.raises(InvalidCompressionError, match=said) as caught:
         make_compression(name, keep_ratio)
@@ -158,8 +158,8 @@ def test_bad_values_are_named(name, keep_ratio, said):
 
 
 @pytest.mark.parametrize("mode", ["masked", "single", "own"])
-def test_policies_with_scores_need_a_model_that_shows_queries(mode):
-    """Refused when it is chosen, with a policy that would do."""
+def test_policies_with_scores_need_a_model_with_readable_queries(mode):
+    """Others are refused when they are chosen; the error names a possible policy."""
     for name in ("snapkv", "h2o"):
         policy = make_compression(name, 0.5)
         check_compression(policy, "ragged")

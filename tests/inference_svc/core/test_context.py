@@ -1,4 +1,4 @@
-"""A session's context: what turns add to it, what discards leave of it, and where others go on."""
+"""A session's context: tokens of turns, effects of discards, and places to continue from."""
 
 import struct
 
@@ -45,8 +45,8 @@ def test_input_and_answer_grow_a_context():
     assert not context.ends_with_answer
 
 
-def test_a_turn_is_computed_but_for_its_last_tokens():
-    """And is an answer as far as the model wrote it; an empty one counts the token before it."""
+def test_the_last_tokens_of_a_turn_are_not_computed():
+    """The model's part of it is an answer; an empty one counts the token before it."""
     context = Context().with_turn(turn(system_tokens=1))
     assert (context.token_ids, context.computed_tokens) == ((1, 2, 3, 4, 5), 4)
     assert (context.system_tokens, context.answer_tokens) == (1, 2)
@@ -61,14 +61,14 @@ def test_a_turn_is_computed_but_for_its_last_tokens():
     ("reason", "after_tokens", "ranges", "left", "num_computed"),
     [
         (OVERFLOW, 0, ((0, 2),), (3, 4, 5, 1, 2, 3, 4, 5), 4),
-        (OVERFLOW, 4, ((0, 5),), (1, 2, 3, 4, 5), 8),  # while it was answered
+        (OVERFLOW, 4, ((0, 5),), (1, 2, 3, 4, 5), 8),  # during its answer
         (COMPRESSION + "x", 5, ((0, 5), (6, 7)), (1, 3, 4, 5), 9),
     ],
 )
-def test_a_discard_within_a_turn_counts_where_it_happened(
+def test_a_discard_within_a_turn_applies_at_its_time(
     reason, after_tokens, ranges, left, num_computed
 ):
-    """Before the turn's input, amid its answer, or when it was over; of what was computed then."""
+    """Before the turn's input, during its answer, or after it; to the tokens of that time."""
     discard = Discard(ranges, after_tokens, reason)
     turns = (turn(), turn(1, discards=(discard,)))
     context = replay(turns)
@@ -79,8 +79,8 @@ def test_a_discard_within_a_turn_counts_where_it_happened(
     assert context.answer_tokens == 2
 
 
-def test_a_discard_takes_of_each_part_what_it_has():
-    """System message, computed tokens, answer: each loses what was in it."""
+def test_a_discard_shortens_each_part():
+    """System message, computed tokens, answer: each loses its dropped tokens."""
     context = Context(tuple(range(10)), 8, 3, framed=b"\1" * 6 + b"\0" * 4, answer_tokens=4)
     left = context.with_discard(Discard(((1, 2), (5, 7), (9, 10))))
     assert left.token_ids == (0, 2, 3, 4, 7, 8)
@@ -88,21 +88,21 @@ def test_a_discard_takes_of_each_part_what_it_has():
     assert left.framed == b"\1\1\1\1\0\0"
 
 
-def test_ranges_that_overlap_or_touch_are_one():
-    """Whatever order they come in; those that are apart stay so."""
+def test_overlapping_and_adjacent_ranges_are_merged():
+    """In any order; separate ones stay separate."""
     assert merge_ranges([(4, 6), (0, 2), (1, 3), (6, 7), (0, 1)], 9) == ((0, 3), (4, 7))
     assert merge_ranges([(0, 5), (1, 2)], 5) == ((0, 5),)
 
 
 def test_special_tokens_are_protected_and_the_rest_is_free():
-    """Each by itself; a protected range may reach beyond the context, or lie behind it."""
+    """Each separately; a protected range may reach beyond the context, or lie behind it."""
     assert special_tokens((7, 1, 7, 7, 2), {7}) == ((0, 1), (2, 4))
     assert free_tokens(6, ((0, 1), (2, 4), (5, 9), (8, 9))) == [1, 4]
     assert all_but((1,), (1, 4, 5), 6) == ((4, 6),)
 
 
-def test_a_transcript_counts_its_tokens_and_ends():
-    """Of all its turns, whatever was discarded; one that ended has the context that it had."""
+def test_a_transcripts_counts():
+    """They cover all its turns, whatever was discarded; an ended one keeps its context."""
     transcript = Transcript(Header("default", "model", "s1"), (turn(), turn(1, (6,), (7,))))
     assert transcript.num_tokens == 7
     ended = transcript.with_end()
@@ -114,8 +114,8 @@ def test_a_transcript_counts_its_tokens_and_ends():
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b"nothing of ours\n"])
-def test_a_first_line_that_is_no_header_names_nobody(line):
-    """One that is says whose file it is."""
+def test_a_first_line_must_be_a_header(line):
+    """It names the file's session."""
     assert decode_header(line) is None
     header = Header("default", "model", "s1", "s0")
     assert decode_header(encode_header(header)) == header
@@ -128,19 +128,19 @@ def test_a_first_line_that_is_no_header_names_nobody(line):
         (100, (20, 95), 0, (20, 95)),
         (100, (20, 95), 40, (20, 40, 80, 95)),
         (100, (40, 40), 40, (40, 80)),
-        (100, (0, 100), 50, (50,)),  # 0 is none, and behind the last token is no mark
+        (100, (0, 100), 50, (50,)),  # 0 is no mark, nor is a place behind the last token
         (100, (), 100, ()),
         (1, (0, 1), 1, ()),
     ],
 )
-def test_marks_are_where_others_may_leave_a_context(num_tokens, turning_points, every, marks):
+def test_marks_are_where_others_may_branch_off(num_tokens, turning_points, every, marks):
     """Turning points, and multiples of a number of tokens."""
     assert prompt_marks(num_tokens, turning_points, every) == marks
 
 
 @given(st.integers(1, 200), st.lists(st.integers(0, 250)), st.integers(0, 60), st.integers(0, 99))
-def test_prompts_that_begin_alike_have_marks_at_the_same_places(size, points, every, more):
-    """A longer prompt keeps those of a shorter one, and all are inside, in order."""
+def test_prompts_with_one_beginning_have_marks_at_the_same_places(size, points, every, more):
+    """A longer prompt has those of a shorter one, and all are inside, in order."""
     marks = prompt_marks(size, points, every)
     assert list(marks) == sorted(set(marks))
     assert all(0 < mark < size for mark in marks)

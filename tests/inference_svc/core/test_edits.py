@@ -1,4 +1,4 @@
-"""What is kept behind edits: equal tokens, in order, as many as there can be, never twice."""
+"""The tokens kept behind edits: equal ones, in order, as many as possible, never twice."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,13 +31,13 @@ CHAT = st.lists(BODY, min_size=1, max_size=7)
 
 
 def context(bodies, lineage=WHOLE, **fields) -> Context:
-    """A conversation whose messages say these tokens, all computed."""
+    """Make a conversation whose messages have these tokens, all computed."""
     ids = tuple(token for body in bodies for token in (OPENING, *body))
     return Context(ids, len(ids), lineage=lineage, framed=b"\1" * len(ids), **fields)
 
 
 def weight_of_best(old, new) -> int:
-    """Tokens of the heaviest common subsequence of messages, by the textbook's table."""
+    """Return the weight of the heaviest common subsequence of messages, by the textbook's table."""
     table = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
     for i, left in enumerate(old):
         for j, right in enumerate(new):
@@ -61,7 +61,7 @@ def test_runs_are_equal_tokens_in_order_and_disjoint(old, new):
 
 @given(old=CHAT, new=CHAT)
 def test_they_have_as_many_tokens_as_whole_messages_in_order_can(old, new):
-    """Behind what both begin with; the tokens of a message that both begin with count, too."""
+    """Behind the common beginning; tokens of a message that lies partly in it count, too."""
     before, after = context(old), context(new)
     num_common = common_prefix(old, new)
     least = weight_of_best(old[num_common:], new[num_common:])
@@ -77,8 +77,8 @@ def test_they_have_as_many_tokens_as_whole_messages_in_order_can(old, new):
     clean=st.integers(0, 12),
     uncomputed=st.integers(0, 3),
 )
-def test_what_is_kept_lies_behind_what_is_exact(old, new, policy, least, clean, uncomputed):
-    """It has been computed, is long enough, and leaves a token before it and one behind it."""
+def test_kept_tokens_lie_behind_the_exact_beginning(old, new, policy, least, clean, uncomputed):
+    """They are computed and numerous enough, with a token before and behind them."""
     before, after = context(old, Lineage(b"x" * 16, clean)), context(new)
     before = replace(before, computed_tokens=max(0, before.computed_tokens - uncomputed))
     runs = runs_to_keep(before, after, FRAMES, policy, least)
@@ -94,8 +94,8 @@ def test_what_is_kept_lies_behind_what_is_exact(old, new, policy, least, clean, 
     assert end < len(after.token_ids)
 
 
-def test_a_result_that_was_cleared_leaves_what_follows_it():
-    """Of an agent's conversation: one tool result becomes a placeholder."""
+def test_clearing_a_tool_result_keeps_the_messages_behind_it():
+    """One tool result of an agent's conversation becomes a placeholder."""
     old = [[1, 1], [2, 2], [3] * 9, [4] * 5, [5] * 5]
     new = [[1, 1], [2, 2], [0], [4] * 5, [5] * 5, [6]]
     before, after = context(old), context(new)
@@ -106,7 +106,7 @@ def test_a_result_that_was_cleared_leaves_what_follows_it():
 
 
 def test_only_the_largest_runs_are_kept():
-    """Each costs a pass through the queue."""
+    """Each costs a call to kvd."""
     kept = [[1, 2] * (n + 1) for n in range(MOST_RUNS + 2)]
     old = [part for n, body in enumerate(kept) for part in ([3, n % 3], body)]
     new = [part for n, body in enumerate(kept) for part in ([4, n % 3], body)]
@@ -114,7 +114,7 @@ def test_only_the_largest_runs_are_kept():
     assert [run.num_tokens for run in runs] == [1 + len(body) for body in kept[-MOST_RUNS:]]
 
 
-def test_what_two_truncated_contexts_begin_with_is_kept_not_shared():
+def test_the_common_beginning_of_truncated_contexts_is_kept():
     """Behind a discard equal tokens may have other KV; there is no seam to heal."""
     old = context([[1] * 5, [2] * 5, [3] * 5], Lineage(b"x" * 16, 6))
     new = context([[1] * 5, [2] * 5, [0]])
@@ -127,7 +127,7 @@ def test_a_conversation_without_messages_keeps_nothing_behind_its_edit():
     assert runs_to_keep(text, other, FRAMES, KEEP, 1) == []
 
 
-def test_what_is_left_of_kept_tokens_is_counted():
+def test_the_rest_of_kept_tokens_is_counted():
     grafts = [Graft(4, 10, "a", 0, 0, WHOLE), Graft(20, 5, "a", 30, 2, WHOLE)]
     assert [kept_among(grafts, n) for n in (0, 4, 9, 14, 20, 22, 99)] == [0, 0, 5, 10, 10, 12, 15]
 
@@ -136,11 +136,11 @@ def test_what_is_left_of_kept_tokens_is_counted():
     ("text", "policy"),
     [("exact", EditPolicy()), ("keep", KEEP), ("heal:2", HEAL)],
 )
-def test_a_policy_is_read(text, policy):
+def test_valid_policies(text, policy):
     assert edit_policy(text) == policy
 
 
 @pytest.mark.parametrize("text", ["", "heal", "heal:0", "heal:-1", "heal:4097", "keep:3", "Keep"])
-def test_another_is_refused_and_all_are_named(text):
+def test_an_invalid_policy_is_refused_with_the_valid_ones(text):
     with pytest.raises(ValueError, match='"heal:k"'):
         edit_policy(text)

@@ -1,4 +1,4 @@
-"""JSON that is written anew while it comes."""
+"""JSON that is normalised while it streams."""
 
 import json
 
@@ -14,7 +14,7 @@ objects = st.dictionaries(texts, values, max_size=4)
 
 
 def rewritten(pieces):
-    """What a stream writes of pieces, and what it has not read."""
+    """Return what a stream writes for pieces, and what it has not read."""
     stream, written, left = JsonStream(), "", ""
     for piece in pieces:
         more, length = stream.push(piece)
@@ -31,8 +31,8 @@ def rewritten(pieces):
     rest=st.sampled_from(["", "}", "\n</tool_call>", "{"]),
     data=st.data(),
 )
-def test_an_object_is_written_as_json_is(value, indent, is_ascii, rest, data):
-    """However it was written and wherever it is cut; what follows it is not read."""
+def test_an_object_is_normalised(value, indent, is_ascii, rest, data):
+    """However it was written and cut; text behind it is not read."""
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii) + rest
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -44,8 +44,8 @@ def test_an_object_is_written_as_json_is(value, indent, is_ascii, rest, data):
 
 @settings(max_examples=examples(200))
 @given(value=objects, data=st.data())
-def test_a_beginning_can_be_closed(value, data):
-    """It has the members that are complete, and nothing that was not there."""
+def test_an_incomplete_object_can_be_closed(value, data):
+    """It has the complete members, and nothing invented."""
     text = json.dumps(value)
     written, _, _ = rewritten([text[: data.draw(st.integers(0, len(text) - 1))]])
     whole = json.loads(close_object(written))
@@ -58,8 +58,8 @@ def test_a_beginning_can_be_closed(value, data):
 
 @settings(max_examples=examples(300))
 @given(st.text('{}[]":,\\utrnalse0.e-+ \n', max_size=40).map('{"a": '.__add__))
-def test_whatever_is_complete_is_json(text):
-    """And the same at once as character by character; what is broken writes no more."""
+def test_the_output_is_json(text):
+    """It is the same at once and character by character; broken input adds nothing."""
     written, left, stream = rewritten(list(text))
     assert rewritten([text])[0] == written
     if stream.is_complete:
@@ -83,8 +83,8 @@ def test_whatever_is_complete_is_json(text):
         ),
     ],
 )
-def test_what_is_read_differently(text, written):
-    """What programs could not read is written so that they can."""
+def test_lenient_input_is_written_strictly(text, written):
+    """Values that programs could not read are written so that they can."""
     assert rewritten(list(text))[:2] == (written, "")
     assert json.loads(written) is not None
 
@@ -92,14 +92,14 @@ def test_what_is_read_differently(text, written):
 @pytest.mark.parametrize(
     "text", ["[1]", "x", '{"a" 1}', '{"a": 1,}', '{"a": [1,]}', "{1: 2}", '{"a": }', '{"a": 1]']
 )
-def test_what_is_no_object_is_broken(text):
-    """What was written before stays."""
+def test_other_values_are_broken(text):
+    """Earlier output stays."""
     _, left, stream = rewritten([text, "more"])
     assert (stream.is_broken, stream.is_complete, left) == (True, False, "")
 
 
-def test_texts_are_out_as_they_come():
-    """But for an escape that is cut, or half a character."""
+def test_strings_are_written_as_they_come():
+    """Except for an incomplete escape, or half a character."""
     stream = JsonStream()
     said = [stream.push(piece)[0] for piece in ['{"wo', 'rd": "tü', "ü", "\\", "n", "\\ud83d", "r"]]
     assert said == ["{", '"word": "tü', "ü", "", "\\n", "", "\ufffdr"]

@@ -1,4 +1,4 @@
-"""Room for KV: what is asked for, what is free, and the window that it makes."""
+"""Room for KV: the configured, the free, and the resulting window."""
 
 import pytest
 
@@ -16,8 +16,8 @@ from inference_svc.core.kv_room import (
 TOKEN_BYTES = 1024
 
 
-def test_what_is_asked_for_is_there_to_the_last_token():
-    """One more than the machine could ever hold is refused, with the number that it could."""
+def test_a_configured_size_is_granted_exactly():
+    """One token more than the machine can hold is refused, with the possible number."""
     assert configured_slots(50, TOKEN_BYTES, 51 * 1024 - 1) == 50
     with pytest.raises(
         KvRoomError, match=r"kv_tokens = 51 takes 51\.0 KB .1\.0 KB for each token"
@@ -28,8 +28,8 @@ def test_what_is_asked_for_is_there_to_the_last_token():
 
 
 @pytest.mark.parametrize(("saves", "least"), [(True, 32), (False, 16)])
-def test_without_a_setting_a_quarter_of_what_is_free(saves, least):
-    """At least the shortest window, and the smallest write ring if something is saved."""
+def test_without_a_setting_a_quarter_of_free_memory_is_used(saves, least):
+    """At least the shortest window, and the smallest write ring if tokens are saved."""
     assert least_slots(saves=saves) == least
     free_bytes = 4 * TOKEN_BYTES * least
     assert slots_of_free_memory(free_bytes, TOKEN_BYTES, saves=saves) == least
@@ -48,16 +48,16 @@ def test_without_a_setting_a_quarter_of_what_is_free(saves, least):
         (999, 0, 999, 999, "scheduler.kv_tokens = 999"),
     ],
 )
-def test_the_window_is_the_models_or_what_the_slots_hold(
+def test_the_window_is_the_models_or_limited_by_slots(
     kv_slots, write_slots, kv_tokens, window, bound
 ):
-    """And says which."""
+    """The result says which."""
     assert window_of(kv_slots, write_slots, 1000, kv_tokens) == (window, bound)
     assert window_of(kv_slots, write_slots, 0, kv_tokens)[0] == kv_slots
 
 
-def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
-    """What is left of it is the sessions', up to a number."""
+def test_states_take_a_quarter_of_free_memory_requests_first():
+    """Sessions get the rest of it, up to a number."""
     assert states_of_requests(3) == 15  # its own, and four that wait to be stored
     free_bytes = 4 * 15 * TOKEN_BYTES
     assert residents_with_states(free_bytes, TOKEN_BYTES, 3, most=128) == 0
@@ -68,7 +68,7 @@ def test_states_take_a_quarter_of_what_is_free_and_requests_go_first():
 
 
 def test_half_of_the_room_for_states_is_for_requests():
-    """So that sessions find as much behind those that are admitted."""
+    """So that sessions have as much beside those that are admitted."""
     free_bytes = 4 * 30 * TOKEN_BYTES
     assert requests_with_states(free_bytes, TOKEN_BYTES) == 3
     assert residents_with_states(free_bytes, TOKEN_BYTES, 3, most=128) == states_of_requests(3)

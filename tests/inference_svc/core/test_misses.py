@@ -1,4 +1,4 @@
-"""Causes of misses, by what two conversations say where they differ."""
+"""Causes of misses, from the first difference between two conversations."""
 
 from dataclasses import replace
 
@@ -44,8 +44,8 @@ def cause(was, now, common="", role="user", *, old=SAME, new=SAME, in_opening=Fa
         ("now=17", "95431200;", "95517600;"),
     ],
 )
-def test_dates_and_times(common, was, now):
-    """However they are written, and wherever tokens cut them."""
+def test_dates_and_times_are_recognised(common, was, now):
+    """In any notation, and wherever tokens cut them."""
     assert differ_in_time(common, was, now)
     assert cause(was, now, common, "system", in_opening=True) is MissCause.DATE
 
@@ -61,8 +61,8 @@ def test_dates_and_times(common, was, now):
         ("", "", "x"),
     ],
 )
-def test_what_is_no_date(common, was, now):
-    """Numbers, words that also name months, and texts that do not go on alike."""
+def test_other_texts_are_no_dates(common, was, now):
+    """Numbers, words that also name months, and texts that continue differently."""
     assert not differ_in_time(common, was, now)
 
 
@@ -71,7 +71,7 @@ def test_any_text_has_a_cause(common, was, now):
     assert cause(was, now, common) in MissCause
 
 
-def test_who_says_what_differs():
+def test_the_changed_part_is_named():
     """In that order: arguments, tools, the system message, thoughts, answers, anything else."""
     tools = replace(SAME, tools_digest="a", opening="look write")
     other = replace(SAME, tools_digest="b", opening="write look")
@@ -89,16 +89,16 @@ def test_who_says_what_differs():
     assert cause("a", "b", role="") is MissCause.MESSAGE
 
 
-def test_every_cause_is_told():
-    """And every reason; of another release's it is told what it is called."""
+def test_every_cause_has_a_sentence():
+    """And every reason; an unknown one of another release is given by name."""
     assert set(CAUSE_TEXTS) == set(MissCause)
     assert describe_cause("message_edited") == CAUSE_TEXTS[MissCause.MESSAGE]
     assert describe_cause("expired") == RECOMPUTE_TEXTS["expired"]
     assert describe_cause("of_another_release") == "of_another_release"
 
 
-def test_which_message_has_a_token():
-    """Of those that the client sent: a system message of the template's own does not count."""
+def test_the_message_of_a_token_is_found():
+    """Among those of the client: a system message of the template does not count."""
     starts = [0, 10, 20, 30]
     found = [message_index(starts, at, 3) for at in (0, 9, 10, 25, 30, 99)]
     assert found == [0, 0, 1, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""Ranges of tokens: merged, what they leave, and that nothing is lost on the way."""
+"""Ranges of tokens: merging, their rest, and composition."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ MOST = 60
 
 @st.composite
 def contexts(draw):
-    """A context's length, and ranges inside it in any order, overlapping or not."""
+    """Draw a context's length, and ranges in it in any order, overlapping or not."""
     num_tokens = draw(st.integers(1, MOST))
     start = st.integers(0, num_tokens - 1)
     ranges = draw(
@@ -28,8 +28,8 @@ def positions(ranges):
 
 
 @given(contexts())
-def test_merged_ranges_are_the_same_positions_in_order_and_apart(context):
-    """Whatever order they came in; merging again changes nothing."""
+def test_merging_keeps_the_positions(context):
+    """In order and separate, whatever the order before; merging again changes nothing."""
     num_tokens, ranges = context
     merged = merge_ranges(ranges, num_tokens)
     assert positions(merged) == positions(ranges)
@@ -41,7 +41,7 @@ def test_merged_ranges_are_the_same_positions_in_order_and_apart(context):
 
 @given(contexts(), st.integers(0, MOST))
 def test_what_is_kept_is_what_is_not_dropped(context, limit):
-    """Of any number of leading positions: of what is computed, or was there before the turn."""
+    """Of any number of leading positions: of computed ones, or those before the turn."""
     num_tokens, ranges = context
     merged, limit = merge_ranges(ranges, num_tokens), min(limit, num_tokens)
     kept = kept_runs(merged, limit)
@@ -52,8 +52,8 @@ def test_what_is_kept_is_what_is_not_dropped(context, limit):
 
 
 @given(contexts(), st.data())
-def test_two_discards_are_one_of_both(context, data):
-    """Positions of the second are those in what the first has left."""
+def test_two_discards_combine(context, data):
+    """Positions of the second refer to the result of the first."""
     num_tokens, ranges = context
     first = merge_ranges(ranges, num_tokens)
     left = without(range(num_tokens), first)
@@ -66,13 +66,13 @@ def test_two_discards_are_one_of_both(context, data):
 
 
 @pytest.mark.parametrize("bad", [(0, 0), (3, 2), (-1, 2), (9, 11), (10, 11)])
-def test_a_range_that_is_empty_or_outside_is_refused(bad):
-    """The message says which, and of how many tokens."""
+def test_an_empty_or_outside_range_is_refused(bad):
+    """The message has the range, and the number of tokens."""
     with pytest.raises(InvalidDiscardError, match=rf"\[{bad[0]}, {bad[1]}\).* 10 tokens"):
         merge_ranges([(1, 2), bad], 10)
 
 
-def test_nothing_dropped_leaves_all():
+def test_no_range_drops_nothing():
     """No range is a discard of nothing."""
     assert merge_ranges([], 5) == ()
     assert kept_runs((), 5) == [(0, 5)]
@@ -85,13 +85,13 @@ def test_nothing_dropped_leaves_all():
     [(1, ()), (2, ((1, 2),)), (4, ((1, 3),)), (5, ((1, 3), (4, 5))), (9, ((1, 3), (4, 6)))],
 )
 def test_ranges_are_clipped_to_the_first_tokens(num_tokens, left):
-    """None of them is empty: a range that begins where the tokens end is not among them."""
+    """None of them is empty: a range that begins where the tokens end is left out."""
     assert clip(((1, 3), (4, 6)), num_tokens) == left
 
 
 @given(st.integers(0, 30), st.sets(st.integers(0, 29)))
-def test_a_discard_moves_what_is_left(position, dropped):
-    """What is there stays there, whatever goes before it or of it."""
+def test_a_discard_moves_the_rest(position, dropped):
+    """Protected tokens stay protected, whatever is dropped before them or of them."""
     ranges = merge_ranges([(token, token + 1) for token in dropped], 30)
     left = without(range(30), ranges)
     first = position_after(position, ranges)

@@ -34,8 +34,8 @@ def test_a_busy_session_refuses_unless_the_turn_waits():
     assert turns.leave(KEYS[0], "first") == "third"
 
 
-def test_a_turn_that_leaves_is_in_nobodys_way():
-    """Whoever has cancelled it need not wait for its end; the next one runs only then."""
+def test_a_turn_that_leaves_does_not_block_the_next():
+    """Its client need not wait for its end; the next one runs only then."""
     leaving = {"first"}
     turns = SessionTurns(9, 9, lambda: 0.5, leaving.__contains__)
     assert turns.enter(KEYS[0], "first", 0, wait=False)
@@ -47,7 +47,7 @@ def test_a_turn_that_leaves_is_in_nobodys_way():
     assert turns.leave(KEYS[0], "first") == "second"
 
 
-def test_a_waiting_turn_that_gives_up_starts_nobody():
+def test_a_waiting_turn_that_gives_up_starts_no_other():
     """Only the end of the running turn lets another run."""
     turns = session_turns()
     for name in ("first", "second", "third"):
@@ -62,8 +62,8 @@ def full(retry_after_s):
     return turns
 
 
-def test_who_is_refused_learns_the_queue_and_when_to_come_back():
-    """Each later than the one before, by what a place takes to become free."""
+def test_refused_clients_learn_the_queue_and_a_time_to_retry_at():
+    """Each later than the previous one, by the time in which a place becomes free."""
     turns = full(retry_after_s=0.5)
     first, second, third = (refusal(turns, KEYS[1]) for _ in range(3))
     assert first.details == {"queue_length": "1"}
@@ -75,7 +75,7 @@ def test_who_is_refused_learns_the_queue_and_when_to_come_back():
 
 
 def test_refused_clients_are_spread_over_a_bounded_time():
-    """However many and however slow: those beyond the bound share its times with the others."""
+    """However many and slow they are: those beyond the bound share its times with the others."""
     turns = full(retry_after_s=1.0)
     hints = [refusal(turns, KEYS[1]).retry_after_s for _ in range(25)]
     assert hints == [float(1 + number % MAX_RETRY_S) for number in range(25)]
@@ -83,8 +83,8 @@ def test_refused_clients_are_spread_over_a_bounded_time():
     assert refusal(full(retry_after_s=0.0), KEYS[1]).retry_after_s == MIN_PACE_S
 
 
-def test_no_more_tenants_are_remembered_than_were_refused_just_now():
-    """One more than the bound makes it forget those whose clients may be back by now."""
+def test_the_number_of_remembered_tenants_is_bounded():
+    """One more than the bound removes those whose clients may be back by now."""
     turns = full(retry_after_s=0.5)
     for number in range(MAX_RETURNS + 1):
         refusal(turns, SessionKey(f"tenant {number}", "m", "a"), now_ns=number * NS_PER_S)
@@ -93,7 +93,7 @@ def test_no_more_tenants_are_remembered_than_were_refused_just_now():
     assert again.retry_after_s == 1.0, "it is remembered"
 
 
-def test_a_full_session_names_its_own_bound():
+def test_a_full_session_has_its_own_bound():
     """More places in the service would not help."""
     turns = session_turns(max_turns_per_session=1)
     turns.enter(KEYS[0], "first", 0, wait=True)
@@ -102,7 +102,7 @@ def test_a_full_session_names_its_own_bound():
 
 
 class SessionTurnsMachine(RuleBasedStateMachine):
-    """Against a plain list per session."""
+    """Compares with a plain list per session."""
 
     def __init__(self):
         super().__init__()
@@ -148,8 +148,8 @@ TestSessionTurnsMachine.settings = settings(
 )
 
 
-def test_turns_are_counted_in_and_out():
-    """A session whose last turn ended is forgotten, and its place is free."""
+def test_places_are_counted():
+    """A session whose last turn has ended is forgotten, and its place is free."""
     turns = session_turns(max_turns=2)
     turns.enter(KEYS[0], "first", 0, wait=False)
     turns.enter(KEYS[1], "second", 0, wait=False)

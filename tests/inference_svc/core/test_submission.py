@@ -1,4 +1,4 @@
-"""What a turn may cost, what is asked of its session, and what is counted."""
+"""A turn's cost, its expectations of its session, and names of counters."""
 
 import pytest
 
@@ -19,7 +19,7 @@ MESSAGES = ChatInput((Message("system", "be brief"), Message("user", "once upon"
     [(TokenInput((5, 6, 7)), 3), (TextInput("x" * 41), 10), (MESSAGES, 4)],
 )
 def test_a_turn_costs_its_input_and_the_longest_answer(given, num_input):
-    """Tokens as they are; of text and messages a quarter of the characters."""
+    """Tokens as given; for text and messages a quarter of the characters."""
     submission = Submission(
         key=SessionKey("t", "m", "s"),
         input=given,
@@ -35,7 +35,7 @@ def test_a_turn_costs_its_input_and_the_longest_answer(given, num_input):
     assert submission.most_tokens == num_input + 7
 
 
-def test_templates_take_messages_in_order():
+def test_templates_get_messages_in_order():
     """Role and content of each."""
     assert MESSAGES.as_messages() == [
         {"role": "system", "content": "be brief"},
@@ -43,8 +43,8 @@ def test_templates_take_messages_in_order():
     ]
 
 
-def test_a_session_is_as_its_client_believes():
-    """Turns and context tokens, if it says them; a session that is over takes nothing."""
+def test_a_session_must_match_its_clients_expectation():
+    """Turns and context tokens, if given; an ended session accepts nothing."""
     transcript, ended = transcript_of(2), transcript_of(2, has_ended=True)  # 10 tokens
     for expected in (ExpectedSession(), ExpectedSession(2), ExpectedSession(2, 10)):
         expected.check(transcript)
@@ -58,8 +58,8 @@ def test_a_session_is_as_its_client_believes():
             expected.check(transcript)
 
 
-def test_what_is_counted_has_a_name():
-    """All counts begin at zero; a snapshot stays as it was."""
+def test_every_counter_has_a_name():
+    """All counters begin at zero; a snapshot does not change."""
     counters = Counters()
     counters.add("steps")
     before = counters.snapshot()

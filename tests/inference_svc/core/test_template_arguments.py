@@ -1,4 +1,4 @@
-"""Arguments of chat templates: which may be given, and how much of them."""
+"""Arguments of chat templates: which are allowed, and their size."""
 
 import json
 
@@ -17,18 +17,18 @@ from inference_svc.core.template_arguments import (
 )
 
 
-def nested(depth):
-    """A list in so many lists."""
+def nest(depth):
+    """Nest a list in so many lists."""
     return json.loads("[" * depth + "]" * depth)
 
 
-def test_what_may_be_given():
-    """Names of letters, values of JSON; so many, so deep, so long, and no more."""
+def test_allowed_arguments():
+    """Names of letters, values of JSON; with limits of number, depth and length."""
     for arguments in (
         {},
         {"enable_thinking": False, "documents": [{"title": "a", "text": None}], "x1": 1.5},
         {f"name_{number}": number for number in range(MAX_ARGUMENTS)},
-        {"deep": nested(MAX_DEPTH - 1)},
+        {"deep": nest(MAX_DEPTH - 1)},
         {"long": "x" * (MAX_CHARACTERS - len('{"long":""}'))},
     ):
         check_arguments(arguments)
@@ -50,7 +50,7 @@ def test_what_may_be_given():
         ({"x" * 65: 1}, "is not a valid name .*: send up to 64 letters, digits and underscores"),
         ({f"name_{number}": 1 for number in range(MAX_ARGUMENTS + 1)}, "too many"),
         (
-            {"deep": nested(MAX_DEPTH)},
+            {"deep": nest(MAX_DEPTH)},
             "nested too deeply: send at most 64 arguments, of at most 16 levels",
         ),
         ({"long": "x" * MAX_CHARACTERS}, "too long: send at most 16384 characters"),
@@ -58,15 +58,15 @@ def test_what_may_be_given():
         ({"x": {1, 2}}, "not JSON"),
     ],
 )
-def test_what_may_not_be_given(arguments, said):
+def test_refused_arguments(arguments, said):
     """In one line, with a remedy."""
     with pytest.raises(InvalidTurnError, match=said) as refused:
         check_arguments(arguments)
     assert "\n" not in str(refused.value)
 
 
-def test_equal_arguments_are_equal_texts():
-    """In whatever order they come; none are the empty one."""
+def test_equal_arguments_have_equal_texts():
+    """In any order; without arguments the text is empty."""
     text = canonical_arguments({"b": [1, {"d": 2, "c": "é"}], "a": None})
     assert text == '{"a":null,"b":[1,{"c":"é","d":2}]}'
     assert canonical_arguments({"a": None, "b": [1, {"c": "é", "d": 2}]}) == text
@@ -85,13 +85,13 @@ def test_equal_arguments_are_equal_texts():
     ],
 )
 def test_a_text_that_is_no_object_is_refused(text, said):
-    """Before it is read, if it is too long."""
+    """An overlong one is refused before it is parsed."""
     with pytest.raises(InvalidTurnError, match=said):
         read_arguments(text)
 
 
 def test_an_operator_writes_a_table_or_its_text():
-    """What cannot be is a problem of the setting."""
+    """An invalid value is a problem of the setting."""
     assert parse_arguments_setting({"style": "x"}) == {"style": "x"}
     assert parse_arguments_setting('{"style": 1}') == {"style": 1}
     for wrong in ({"tools": []}, '{"tools": []}', "style"):
@@ -100,8 +100,8 @@ def test_an_operator_writes_a_table_or_its_text():
     assert parse_arguments_setting(7) == 7  # whose type is refused as any other's
 
 
-def test_an_effort_of_none_is_no_thought():
-    """By whichever name the template has for it."""
+def test_an_effort_of_none_disables_thoughts():
+    """Whatever the template's argument is called."""
     assert effort_arguments(None) == {}
     assert effort_arguments("high") == {"reasoning_effort": "high"}
     assert effort_arguments("none") == {

@@ -1,4 +1,4 @@
-"""Each tenant has what it was given, and nothing of what others do shows in it."""
+"""Each tenant has its own limits, independent of other tenants."""
 
 import pytest
 from hypothesis import settings
@@ -18,131 +18,131 @@ def limits(default=FREE, turn_s=0.5, **named):
 
 
 def begin(limits, tenant="a", tokens=0.0, opens="", num_sessions=0, now_ns=0):
-    """A turn's place, or why there is none."""
+    """Take a turn's place, or return the error."""
     refusal = limits.refusal(tenant, tokens, opens, num_sessions, now_ns)
     return refusal or limits.enter(tenant, tokens, opens, now_ns)
 
 
-def begun(limits, count, **turn):
+def begin_turns(limits, count, **turn):
     places = [begin(limits, **turn) for _ in range(count)]
     assert not [place for place in places if isinstance(place, Exception)]
     return places
 
 
-def test_without_bounds_everybody_begins():
-    """The defaults are none."""
-    begun(limits(), 1000, tokens=1e9, opens="s", num_sessions=10**6)
+def test_without_limits_every_turn_begins():
+    """There are none by default."""
+    begin_turns(limits(), 1000, tokens=1e9, opens="s", num_sessions=10**6)
 
 
-def test_turns_a_minute():
-    """A minute's worth at once, then one in each of its parts; the hint says when."""
+def test_turns_per_minute():
+    """A minute's worth at once, then one per fraction of it; the hint gives the time."""
     some = limits(TenantBounds(turns_per_minute=6))
-    begun(some, 6)
+    begin_turns(some, 6)
     refusal = begin(some)
     assert (refusal.reason, refusal.retryable) == ("rate_limited", True)
     assert refusal.retry_after_s == pytest.approx(10.0)
     assert "6 turns per minute" in refusal.message
     assert refusal.remedy
-    begun(some, 1, now_ns=int(refusal.retry_after_s * NS_PER_S))
+    begin_turns(some, 1, now_ns=int(refusal.retry_after_s * NS_PER_S))
 
 
-def test_who_has_too_many_sessions_is_told_last():
-    """It may delete one for the turn, which must then not be refused for its rate."""
+def test_the_limit_of_sessions_is_checked_last():
+    """The client may delete a session for the turn, which must then not be refused for its rate."""
     some = limits(TenantBounds(turns_per_minute=1, max_sessions=1))
     assert begin(some, opens="b", num_sessions=1).reason == "too_many_sessions"
-    begun(some, 1)
+    begin_turns(some, 1)
     assert begin(some, opens="b", num_sessions=1).reason == "rate_limited"
 
 
-def test_who_is_refused_comes_back_one_after_another():
-    """A place is free for each when it comes, as far as a minute goes."""
+def test_refused_clients_get_successive_times():
+    """A place is free for each at its time, up to a minute ahead."""
     some = limits(TenantBounds(turns_per_minute=60))
-    begun(some, 60)
+    begin_turns(some, 60)
     hints = [begin(some).retry_after_s for _ in range(60)]
     assert hints == pytest.approx([float(second) for second in range(1, 61)])
     for second in range(1, 61):
-        begun(some, 1, now_ns=second * NS_PER_S)
+        begin_turns(some, 1, now_ns=second * NS_PER_S)
 
 
-def test_tokens_a_minute_count_what_was_computed():
-    """A turn reserves what it may need and settles at its end; what it left is there again."""
+def test_tokens_per_minute_count_computed_tokens():
+    """A turn reserves its maximum and settles at its end; unused tokens are returned."""
     some = limits(TenantBounds(tokens_per_minute=600))
-    (first,) = begun(some, 1, tokens=400.0)
-    (second,) = begun(some, 1, tokens=400.0)  # any are left: it begins, and leaves a debt
+    (first,) = begin_turns(some, 1, tokens=400.0)
+    (second,) = begin_turns(some, 1, tokens=400.0)  # some are left: it begins, and leaves a debt
     refusal = begin(some, tokens=10.0)
     assert refusal.reason == "rate_limited"
-    assert refusal.retry_after_s == pytest.approx(20.1)  # -200 are left, 10 a second come
+    assert refusal.retry_after_s == pytest.approx(20.1)  # -200 are left, 10 per second are added
     some.leave(first, 0.0, 0)  # all of it was found in the cache: 200 are left
-    begun(some, 1, tokens=100.0)
+    begin_turns(some, 1, tokens=100.0)
     some.leave(second, 500.0, 0)
     assert begin(some).reason == "rate_limited"
-    begun(some, 1, now_ns=NS_PER_S // 10)
+    begin_turns(some, 1, now_ns=NS_PER_S // 10)
 
 
-def test_an_endless_answer_does_not_reserve_more_than_a_minute_gives():
-    """Else its tenant would wait for years."""
+def test_an_endless_answer_reserves_at_most_a_minutes_worth():
+    """Otherwise its tenant would wait for years."""
     some = limits(TenantBounds(tokens_per_minute=60))
-    begun(some, 1, tokens=1e12)
+    begin_turns(some, 1, tokens=1e12)
     assert begin(some).retry_after_s == pytest.approx(1.0)
 
 
-def test_turns_at_once():
-    """A place is free when a turn has ended; the hint is by how long turns take."""
+def test_simultaneous_turns():
+    """A place is free when a turn has ended; the hint depends on the duration of turns."""
     some = limits(TenantBounds(max_turns=2), turn_s=0.5)
-    first, _ = begun(some, 2)
+    first, _ = begin_turns(some, 2)
     refusals = [begin(some), begin(some)]
     assert [refusal.reason for refusal in refusals] == ["too_many_turns"] * 2
     assert [refusal.retry_after_s for refusal in refusals] == [0.5, 1.0]
     some.leave(first, 0.0, 0)
-    begun(some, 1)
+    begin_turns(some, 1)
 
 
-def test_sessions_kept():
-    """Those that are being opened count, once each; waiting does not help."""
+def test_stored_sessions():
+    """Those being opened count, once each; waiting does not help."""
     some = limits(TenantBounds(max_sessions=3))
-    begun(some, 2, opens="new", num_sessions=2)
+    begin_turns(some, 2, opens="new", num_sessions=2)
     refusal = begin(some, opens="other", num_sessions=2)
     assert (refusal.reason, refusal.retryable) == ("too_many_sessions", False)
     assert refusal.retry_after_s is None
-    begun(some, 1, opens="", num_sessions=3)  # one of those that are there
+    begin_turns(some, 1, opens="", num_sessions=3)  # one of the existing ones
     assert some.session_refusal("a", "fork", 2, 0) is not None
     assert some.session_refusal("b", "fork", 2, 0) is None
 
 
-def test_one_tenant_does_not_wait_for_another():
-    """However often one is refused: neither do others' hints grow, nor are they refused."""
+def test_tenants_do_not_affect_each_other():
+    """However often one is refused, others' hints do not grow, and they are not refused."""
     some = limits(TenantBounds(turns_per_minute=1, max_turns=5))
-    begun(some, 1, tenant="flood")
+    begin_turns(some, 1, tenant="flood")
     for _ in range(1000):
         assert begin(some, tenant="flood").reason == "rate_limited"
-    begun(some, 1, tenant="other")
+    begin_turns(some, 1, tenant="other")
     assert begin(some, tenant="other").retry_after_s == pytest.approx(60.0)
 
 
 def test_a_reload_changes_bounds_at_once():
-    """Turns under way go on; a rate that was lifted and set again begins with a full minute."""
+    """Running turns continue; a rate that was removed and set again begins with a full minute."""
     some = limits(TenantBounds(turns_per_minute=2))
-    begun(some, 2)
+    begin_turns(some, 2)
     some.set_bounds(TenantBounds(turns_per_minute=2), {"a": TenantBounds(max_turns=3)}, 0)
-    begun(some, 1)
+    begin_turns(some, 1)
     assert begin(some).reason == "too_many_turns"
     some.set_bounds(TenantBounds(turns_per_minute=4), {}, NS_PER_S)
-    begun(some, 4, now_ns=NS_PER_S)
+    begin_turns(some, 4, now_ns=NS_PER_S)
     assert begin(some, now_ns=NS_PER_S).retry_after_s == pytest.approx(15.0)
 
 
-def test_tenants_that_owe_nothing_are_forgotten():
-    """However many names somebody thinks of."""
+def test_tenants_without_debts_are_forgotten():
+    """However many names clients invent."""
     some = limits(TenantBounds(turns_per_minute=60))
     for number in range(5 * SWEEP):
         now_ns = number * MINUTE_NS // 100
-        (place,) = begun(some, 1, tenant=f"tenant-{number}", now_ns=now_ns)
+        (place,) = begin_turns(some, 1, tenant=f"tenant-{number}", now_ns=now_ns)
         some.leave(place, 0.0, now_ns)
     assert len(some) <= 2 * SWEEP
 
 
 class LimitsMachine(RuleBasedStateMachine):
-    """Two tenants against plain lists of when turns began, and of those under way."""
+    """Compares two tenants with plain lists of turns' starts, and of running turns."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class LimitsMachine(RuleBasedStateMachine):
             self.places[tenant].append(found)
             self.begun_ns[tenant].append(self.now_ns)
             assert len(self.places[tenant]) <= 3
-            assert self.recent(tenant) <= 2 * 4  # a full minute's worth, and what came in since
+            assert self.recent(tenant) <= 2 * 4  # a full minute's worth, and what was added since
 
     @precondition(lambda self: any(self.places.values()))
     @rule(data=st.data())
@@ -191,8 +191,8 @@ TestLimitsMachine.settings = settings(
 )
 
 
-def test_a_bucket_fills_by_the_minute_up_to_a_minutes_worth():
-    """In proportion to the time that passes, which never goes back."""
+def test_a_bucket_fills_up_to_a_minutes_worth():
+    """In proportion to the time, which never goes back."""
     bucket = Bucket(60.0, 0)
     bucket.take(60.0, 0)
     assert bucket.level(0) == 0.0
@@ -209,8 +209,8 @@ def test_a_bucket_fills_by_the_minute_up_to_a_minutes_worth():
     assert bucket.wait_s(90.0, 1000 * NS_PER_S) == 0.0
 
 
-def test_a_bucket_without_a_bound_is_never_empty():
-    """Until it gets one: then it begins full, of one thing at least."""
+def test_a_bucket_without_a_limit_is_never_empty():
+    """When it gets one it begins full, with at least one unit."""
     bucket = Bucket(None, 0)
     bucket.take(1e9, 0)
     assert (bucket.wait_s(1e9, 0), bucket.pace_s(1e9)) == (0.0, 0.0)
@@ -222,8 +222,8 @@ def test_a_bucket_without_a_bound_is_never_empty():
     assert bucket.level(2 * MINUTE_NS) == 1.0, "and no more than fits"
 
 
-def test_a_session_that_two_turns_open_is_counted_until_both_have_ended():
-    """Once, and it stands in nobody's way who opens the same."""
+def test_a_session_opened_by_two_turns_counts_once():
+    """Until both have ended; it does not prevent another turn from opening the same one."""
     some = limits(TenantBounds(max_sessions=1))
     some.begin_opening("a", "s", 0)
     some.begin_opening("a", "s", 0)

@@ -1,4 +1,4 @@
-"""The transcript's file format: what was written is read, torn tails are cut, damage is refused."""
+"""The transcript's file format: it round-trips, torn tails are cut, damage is refused."""
 
 import json
 import zlib
@@ -52,7 +52,7 @@ def transcript(num_turns, has_ended=False):
 
 @pytest.mark.parametrize("num_turns", [0, 1, 3])
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_what_is_written_is_read(num_turns, has_ended):
+def test_a_transcript_round_trips(num_turns, has_ended):
     """A file decodes to the transcript that was encoded, with every field's type."""
     written = transcript(num_turns, has_ended)
     data = encode_transcript(written)
@@ -70,7 +70,7 @@ def test_a_torn_tail_leaves_the_turns_before_it(cut):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_damage_before_the_last_line_is_refused(number):
-    """A bit that flipped in a recorded turn must not become a wrong history."""
+    """A flipped bit in a recorded turn must not become a wrong history."""
     lines = encode_transcript(transcript(3)).splitlines(keepends=True)
     damaged = bytearray(lines[number - 1])
     damaged[30] ^= 1
@@ -80,15 +80,15 @@ def test_damage_before_the_last_line_is_refused(number):
 
 
 def test_damage_of_the_last_line_is_a_torn_tail():
-    """It may not have been written whole; what comes before it stands."""
+    """It may have been written in part; the lines before it are valid."""
     lines = encode_transcript(transcript(3)).splitlines(keepends=True)
     good = b"".join(lines[:-1])
     read, good_bytes = decode_transcript(good + lines[-1].replace(b"r2", b"r9"))
     assert (read, good_bytes) == (transcript(2), len(good))
 
 
-def test_tokens_and_computed_tokens():
-    """History is all tokens; the ones the model was never fed are not computed."""
+def test_tokens_that_were_never_fed_are_not_computed():
+    """The history has all tokens."""
     session = Transcript(HEADER).with_turn(record(0), is_final=False)
     session = session.with_turn(record(1, (7,), uncomputed_tokens=0), is_final=True)
     assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 7)
@@ -99,7 +99,7 @@ def test_tokens_and_computed_tokens():
 
 
 def rewritten(line, change):
-    """A line as another release would write it."""
+    """Rewrite a line as another release would."""
     fields = json.loads(line.partition(b" ")[2])
     change(fields)
     text = json.dumps(fields).encode()
@@ -107,13 +107,13 @@ def rewritten(line, change):
 
 
 def with_usage(change):
-    """A transcript whose turn has another version's usage."""
+    """Return a transcript whose turn has another version's usage."""
     header, turn = encode_transcript(transcript(1)).splitlines(keepends=True)
     return header + rewritten(turn, lambda fields: change(fields["turn"]["usage"]))
 
 
 def test_records_of_older_versions_are_read():
-    """What they did not count is zero."""
+    """Their missing counts are zero."""
     data = with_usage(lambda usage: [usage.pop(name) for name in ("preemptions", "stall_s")])
     read, good_bytes = decode_transcript(data)
     assert (read.turns[0].usage.preemptions, read.turns[0].usage.stall_s) == (0, 0.0)
@@ -121,13 +121,13 @@ def test_records_of_older_versions_are_read():
 
 
 def test_records_of_newer_versions_are_read():
-    """What only they count is left out."""
+    """Unknown counts are ignored."""
     read, _ = decode_transcript(with_usage(lambda usage: usage.update(joules=3)))
     assert read.turns == (record(0),)
 
 
-def test_fields_of_the_future_are_left_out():
-    """In any record: what is known of it is the session that was written."""
+def test_unknown_fields_are_ignored():
+    """In any record: the known ones give the written session."""
     written = transcript(2).with_discard(Discard(((0, 2),), 4, "client")).with_end()
 
     def extend(fields):
@@ -153,8 +153,8 @@ def test_fields_of_the_future_are_left_out():
         (2, lambda fields: fields["turn"].update(top_logprobs=3)),
     ],
 )
-def test_what_another_release_writes_otherwise_is_refused(number, change):
-    """A record of an unknown kind, or without what a session is made of, is named by its line."""
+def test_incompatible_records_are_refused(number, change):
+    """One of an unknown kind, or without a session's essentials, is named by its line."""
     lines = encode_transcript(transcript(2)).splitlines(keepends=True)
     lines[number] = rewritten(lines[number], change)
     with pytest.raises(UnknownRecordError, match=f"line {number + 1} .* another release"):
@@ -163,7 +163,7 @@ def test_what_another_release_writes_otherwise_is_refused(number, change):
 
 
 def test_turns_are_appended_in_order():
-    """A record with another index is a broken invariant."""
+    """A record with another index violates an invariant."""
     with pytest.raises(AssertionError):
         Transcript(HEADER).with_turn(record(1), is_final=False)
 
@@ -173,7 +173,7 @@ def test_a_turn_is_one_line():
     assert encode_turn(record(0)).count(b"\n") == 1
 
 
-def test_discards_are_written_and_read_in_their_places():
+def test_discards_round_trip_in_their_places():
     """Within turns and between them, also before the first and after the last."""
     within = replace(
         record(1), discards=(Discard(((0, 2),)), Discard(((1, 3),), 4, "compression:x"))
@@ -185,8 +185,8 @@ def test_discards_are_written_and_read_in_their_places():
     assert [turn for turn, _ in session.all_discards] == [1, 1, 1, 2]
 
 
-def test_the_context_is_what_turns_and_discards_leave():
-    """Tokens come in order; each discard falls on what was there when it happened."""
+def test_the_context_follows_from_turns_and_discards():
+    """Tokens are added in order; each discard applies to the context of its time."""
     session = transcript(1)  # 1 2 3 5 6, the last one not computed
     session = session.with_discard(Discard(((1, 2), (4, 5)), 0, CLIENT))
     assert (session.context.token_ids, session.context.computed_tokens) == ((1, 3, 5), 3)
@@ -197,8 +197,8 @@ def test_the_context_is_what_turns_and_discards_leave():
     assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 5, 6)
 
 
-def test_the_system_message_is_known_while_it_is_there():
-    """It is of the turn that began the context, whole or in part."""
+def test_the_system_message_is_known_while_it_exists():
+    """It belongs to the turn that began the context, whole or in part."""
     session = Transcript(HEADER).with_turn(replace(record(0), system_tokens=2), is_final=False)
     assert session.context.system_tokens == 2
     part = session.with_discard(Discard(((1, 4),), 0, CLIENT))
@@ -208,8 +208,8 @@ def test_the_system_message_is_known_while_it_is_there():
     assert anew.context.system_tokens == 3
 
 
-def test_what_a_model_says_begins_no_message():
-    """Nor does raw text; what is discarded takes its marks along."""
+def test_answers_begin_no_message():
+    """Nor does raw text; discarded tokens take their marks with them."""
     session = transcript(1).with_turn(replace(record(1), is_text=True), is_final=False)
     session = session.with_turn(record(2), is_final=False)
     session = session.with_discard(Discard(((1, 4),), 0, CLIENT))
@@ -217,7 +217,7 @@ def test_what_a_model_says_begins_no_message():
 
 
 def test_a_fork_keeps_the_discards_up_to_its_turn():
-    """It has the context that the turn it replaces found."""
+    """Its context is the one that the replaced turn had."""
     session = transcript(1).with_discard(Discard(((0, 2),), 0, CLIENT))
     session = session.with_turn(record(1), is_final=False).with_discard(
         Discard(((0, 1),), 0, CLIENT)
@@ -230,36 +230,36 @@ def test_a_fork_keeps_the_discards_up_to_its_turn():
 
 
 @pytest.mark.parametrize("bad", [((0, 6),), ((2, 2),), ((3, 1),)])
-def test_a_discard_of_tokens_that_are_not_there_is_damage(bad):
-    """The session is refused rather than continued from a wrong context."""
+def test_a_discard_of_missing_tokens_is_damage(bad):
+    """The session is refused rather than continued with a wrong context."""
     data = encode_transcript(transcript(1)) + encode_discard(Discard(bad, 0, CLIENT))
     with pytest.raises(TranscriptDamagedError):
         decode_transcript(data)
 
 
 @st.composite
-def discarded_turns(draw):
-    """A transcript with discards anywhere, and its context built the plain way."""
+def draw_discarded_turns(draw):
+    """Make a transcript with discards anywhere, and its context by a simple method."""
     session, context = Transcript(HEADER), []
     for index in range(draw(st.integers(0, 4))):
         if context and draw(st.booleans()):
             found = draw(some_ranges(len(context)))
             session = session.with_discard(Discard(found, 0, CLIENT))
-            context = kept(context, found)
+            context = drop_ranges(context, found)
         input_ids = [100 * index + at for at in range(draw(st.integers(1, 5)))]
         output_ids = [100 * index + 50 + at for at in range(draw(st.integers(1, 5)))]
         cuts = []
         for at, token in enumerate([*input_ids, *output_ids]):
             if context and draw(st.integers(0, 5)) == 0:
                 cuts.append(Discard(draw(some_ranges(len(context))), at))
-                context = kept(context, cuts[-1].ranges)
+                context = drop_ranges(context, cuts[-1].ranges)
             context = [*context, token]
         turn = replace(record(index, output_ids), input_ids=tuple(input_ids), discards=tuple(cuts))
         session = session.with_turn(turn, is_final=False)
     return session, context
 
 
-def kept(context, ranges):
+def drop_ranges(context, ranges):
     gone = {at for start, end in ranges for at in range(start, end)}
     return [token for at, token in enumerate(context) if at not in gone]
 
@@ -269,9 +269,9 @@ def some_ranges(num_tokens):
     return positions.map(lambda found: merge_ranges([(at, at + 1) for at in found], num_tokens))
 
 
-@given(discarded_turns())
-def test_replaying_gives_the_context_of_living_through_it(lived):
-    """Whatever was discarded, and when; also from the file, lineage and marks included."""
+@given(draw_discarded_turns())
+def test_replaying_gives_the_original_context(lived):
+    """With any discards; also from the file, lineage and marks included."""
     session, context = lived
     assert list(session.context.token_ids) == context
     read, _ = decode_transcript(encode_transcript(session))
@@ -279,8 +279,8 @@ def test_replaying_gives_the_context_of_living_through_it(lived):
     assert read.context == session.context
 
 
-def test_a_turn_costs_no_replay(monkeypatch):
-    """What was lived through is known; only what is read, or forked, is replayed."""
+def test_adding_a_turn_needs_no_replay(monkeypatch):
+    """Only transcripts that are read, or forked, are replayed."""
     monkeypatch.setattr("inference_svc.core.transcript_format.replay", None)
     session = transcript(0)
     session = replace(session, cached_context=Context())
@@ -290,8 +290,8 @@ def test_a_turn_costs_no_replay(monkeypatch):
     assert session.context.token_ids == (3, 5, 6, 1, 2, 3, 5, 6)
 
 
-def test_a_lineage_that_tokens_do_not_tell_is_recorded():
-    """Replay arrives at it, and goes on from it; without one it follows from the tokens."""
+def test_a_lineage_that_does_not_follow_from_tokens_is_recorded():
+    """Replay restores it, and continues from it; otherwise it follows from the tokens."""
     recorded = Lineage(b"x" * 16, 1)
     plain, naming = (
         replace(record(0), discards=(Discard(((1, 2),), 4, lineage=lineage),))
@@ -309,7 +309,7 @@ def test_a_lineage_that_tokens_do_not_tell_is_recorded():
 
 
 def test_grafts_are_recorded_with_their_lineage():
-    """Replay goes on from the last one; a discard in the middle of the answer comes after it."""
+    """Replay continues from the last one; a discard during the answer comes after it."""
     first, last = Lineage(b"x" * 16, 1), Lineage(b"y" * 16, 1)
     grafts = (Graft(1, 1, "other", 7, 2, first), Graft(2, 1, "other", 9, 0, last))
     session = Transcript(HEADER).with_turn(replace(record(0), grafts=grafts), is_final=False)
@@ -322,8 +322,8 @@ def test_grafts_are_recorded_with_their_lineage():
     assert after.lineage == last.after(as_bytes((1, 2, 3)), ((1, 2),))
 
 
-def test_a_release_before_grafts_takes_a_context_for_a_whole_one():
-    """It finds nothing of it behind the first seam, and computes it."""
+def test_a_release_before_grafts_treats_the_context_as_whole():
+    """It finds nothing of it behind the first seam, and recomputes it."""
     graft = Graft(1, 1, "other", 7, 0, Lineage(b"x" * 16, 1))
     session = Transcript(HEADER).with_turn(replace(record(0), grafts=(graft,)), is_final=False)
     lines = encode_transcript(session).splitlines(keepends=True)
@@ -337,7 +337,7 @@ def as_bytes(token_ids):
 
 
 def test_a_context_knows_whether_it_ends_with_an_answer():
-    """Until all of the answer is gone; an empty one counts, too."""
+    """Until all of the answer is dropped; an empty one counts, too."""
     session = transcript(1)  # 1 2 3, answered 5 6
     assert session.context.ends_with_answer
     for ranges, is_answer in [
@@ -358,8 +358,8 @@ def test_a_context_knows_whether_it_ends_with_an_answer():
     assert not Transcript(HEADER).context.ends_with_answer
 
 
-def test_a_session_says_what_its_template_was_told():
-    """As its first turn has it; before that nothing is known, and of an older release: nothing."""
+def test_a_session_has_its_template_arguments():
+    """Those of its first turn; none before it, and none from an older release."""
     assert transcript(0).template_arguments is None
     assert transcript(2).template_arguments == ""
     told = replace(record(0), template_arguments='{"style":1}')
@@ -373,8 +373,8 @@ def test_a_session_says_what_its_template_was_told():
     assert old.template_arguments == ""
 
 
-def test_what_was_said_is_not_known_of_an_older_releases_turns():
-    """Of this one's it is read as it was written."""
+def test_turns_of_an_older_release_have_no_digests():
+    """Those of this one are read as written."""
     told = replace(record(1), said="5a1d", history="5a1e")
     session = Transcript(HEADER, (record(0), told))
     assert session.history == "5a1e"
@@ -386,8 +386,8 @@ def test_what_was_said_is_not_known_of_an_older_releases_turns():
     assert old == replace(session, turns=(record(0), record(1)))
 
 
-def test_histories_are_of_the_session_that_has_had_the_turns():
-    """Not of its forks."""
+def test_histories_belong_to_the_session_that_had_the_turns():
+    """Not to its forks."""
     session = Transcript(HEADER, tuple(replace(record(n), history=f"{n}") for n in range(2)))
     forked = session.forked("fork", 2)
     assert forked.turns == (record(0), record(1))

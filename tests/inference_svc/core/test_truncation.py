@@ -1,4 +1,4 @@
-"""Overflow policies: enough goes, from where it may, and what must stay stays."""
+"""Overflow policies: enough is dropped, from allowed places, and protected tokens stay."""
 
 from dataclasses import replace
 
@@ -48,15 +48,15 @@ def plan(policy, droppable_tokens, excess_tokens, system_tokens=0, frame_starts=
         (OverflowPolicy("reject"), 1, ()),
     ],
 )
-def test_plain_text_is_cut_anywhere(policy, excess, expected):
-    """The oldest part goes, after what stays first."""
+def test_plain_text_may_be_cut_anywhere(policy, excess, expected):
+    """The oldest part is dropped, after the protected beginning."""
     assert plan(policy, 100, excess) == expected
 
 
 @pytest.mark.parametrize(
     ("policy", "excess", "expected"),
     [
-        (OverflowPolicy(), 1, ((10, 60),)),  # 55 is the middle of what may go
+        (OverflowPolicy(), 1, ((10, 60),)),  # 55 is the middle of the droppable part
         (OverflowPolicy(), 51, ((10, 90),)),
         (OverflowPolicy(), 85, ()),
         (OverflowPolicy(sink_tokens=12), 1, ((12, 60),)),  # in the middle of a message
@@ -66,7 +66,7 @@ def test_plain_text_is_cut_anywhere(policy, excess, expected):
     ],
 )
 def test_a_chat_is_cut_where_messages_begin(policy, excess, expected):
-    """System message of 10 tokens, then messages; the last one is not complete."""
+    """System message of 10 tokens, then messages; the last one is incomplete."""
     assert plan(policy, 100, excess, 10, [0, 10, 30, 60, 90]) == expected
 
 
@@ -81,8 +81,8 @@ policies = st.builds(
 
 
 @given(policies, st.integers(0, 200), st.integers(1, 200), st.integers(0, 30), st.data())
-def test_what_must_stay_stays(policy, num_tokens, excess, system_tokens, data):
-    """Enough goes, in one range; no system message, no sink, no frame is cut."""
+def test_protected_tokens_stay(policy, num_tokens, excess, system_tokens, data):
+    """Enough is dropped, in one range; no system message, sink or frame is cut."""
     system_tokens = min(system_tokens, num_tokens)
     starts = sorted(data.draw(st.sets(st.integers(0, max(0, num_tokens - 1)), max_size=10)))
     ranges = plan(policy, num_tokens, excess, system_tokens, starts)
@@ -98,7 +98,7 @@ def test_what_must_stay_stays(policy, num_tokens, excess, system_tokens, data):
         assert end != policy.sink_tokens or end in {system_tokens, *starts}
 
 
-def test_values_that_cannot_be_are_all_named():
+def test_all_invalid_values_are_listed():
     """One message lists them."""
     with pytest.raises(InvalidTurnError, match=r"most.*ratio 0.*sink_tokens -1"):
         OverflowPolicy("most", 0.0, -1).check()
@@ -108,14 +108,14 @@ def test_values_that_cannot_be_are_all_named():
 
 
 def test_frames_begin_at_special_tokens():
-    """At those that open a message; without such, after those that close an answer."""
+    """At those that open a message; without any, after those that close an answer."""
     tokens, sent = [OPEN, TEXT, CLOSE, OPEN, TEXT], b"\1" * 5
     assert FrameTokens(frozenset({OPEN}), frozenset({CLOSE})).starts(tokens, sent) == [0, 3]
     assert FrameTokens(frozenset(), frozenset({CLOSE})).starts(tokens, sent) == [3]
     assert FrameTokens().starts(tokens, sent) == []
     assert FrameTokens(frozenset({OPEN})).last_start(tokens) == 3
     assert FrameTokens(frozenset({OPEN})).last_start([TEXT]) == 0
-    answered = b"\1\1\1\0\0"  # what a model writes begins no message
+    answered = b"\1\1\1\0\0"  # generated tokens begin no message
     assert FrameTokens(frozenset({OPEN})).starts(tokens, answered) == [0]
     assert FrameTokens(frozenset(), frozenset({CLOSE})).starts(tokens, bytes(5)) == []
 
@@ -137,24 +137,24 @@ def context_of(token_ids, system_tokens=0):
     return Context(tuple(token_ids), len(token_ids), system_tokens, framed=sent)
 
 
-def test_nothing_goes_while_the_reserve_has_room():
-    """The reserve is the answer's length, if that is less."""
+def test_nothing_is_dropped_while_the_reserve_has_room():
+    """The reserve is at most the answer's length."""
     assert window().at_start(text(50), 30) == ()
     assert window().at_start(text(51), 30) == ((4, 28),)
     assert window(max_tokens=1000).at_start(text(45), 30) == ()
     assert window(max_tokens=1000).at_start(text(46), 30) == ((4, 25),)
 
 
-def test_a_turn_that_leaves_no_room_for_the_reserve_is_taken():
-    """One token must have room: the rest of the answer makes its own."""
+def test_a_turn_without_room_for_the_reserve_is_accepted():
+    """One token must have room: the rest of the answer drops more later."""
     assert window().at_start(text(0), 99) == ()
     assert window(NO_SINKS).at_start(text(40), 95) == ((0, 36),)
     with pytest.raises(InputTooLongError, match=r"0 tokens of history, 100 new .* window of 100"):
         window().at_start(text(40), 100)
 
 
-def test_reject_refuses_what_does_not_fit():
-    """As if nothing could be dropped; an answer whose length is not named is cut short."""
+def test_reject_refuses_turns_that_do_not_fit():
+    """As if nothing could be dropped; an answer of unspecified length is cut short."""
     reject = OverflowPolicy("reject")
     assert window(reject).at_start(text(50), 30) == ()
     with pytest.raises(
@@ -166,7 +166,7 @@ def test_reject_refuses_what_does_not_fit():
     assert window(max_tokens=1000).answer_tokens(99) == 1000
 
 
-def test_a_whole_history_may_go_between_turns_but_not_its_system_message():
+def test_a_whole_history_may_be_dropped_between_turns_but_not_its_system_message():
     """The last message is complete then."""
     context = context_of((OPEN, TEXT, OPEN, *[TEXT] * 57), system_tokens=2)
     assert window(opening=[OPEN]).at_start(context, 90) == ((2, 60),)
@@ -174,8 +174,8 @@ def test_a_whole_history_may_go_between_turns_but_not_its_system_message():
         window(opening=[OPEN]).at_start(context, 98)
 
 
-def test_in_the_middle_of_an_answer_the_tail_stays():
-    """Of text half goes; of an answer that fills its window alone nothing may."""
+def test_during_an_answer_the_tail_stays():
+    """Half of a text is dropped; an answer that fills its window alone must stay."""
     assert window().mid_turn(text(101), 3) == ((4, 51),)
     assert window(OverflowPolicy(ratio=1.0)).mid_turn(text(101), 3) == ((4, 98),)
     chat = context_of((OPEN, *[TEXT] * 40, OPEN, *[TEXT] * 59))
@@ -187,8 +187,8 @@ def test_in_the_middle_of_an_answer_the_tail_stays():
     assert window(split, opening=[OPEN]).mid_turn(alone, 1) == ((4, 52),)
 
 
-def test_an_answer_does_not_go_on_token_by_token():
-    """What goes is as long as the reserve, or an eighth of the window; else the answer ends."""
+def test_an_answer_is_not_cut_token_by_token():
+    """The cut is as long as the reserve, or an eighth of the window; else the answer ends."""
     few = OverflowPolicy(ratio=0.001)
     for system_tokens, expected in [
         (20, ((20, 45),)),  # the reserve
@@ -201,19 +201,19 @@ def test_an_answer_does_not_go_on_token_by_token():
         context = context_of((TEXT,) * 101, system_tokens)
         assert window(few, max_tokens=1000).mid_turn(context, 1) == expected
     last = context_of((TEXT,) * 101, 20)
-    assert window(few, max_tokens=1).mid_turn(last, 1) == ((20, 21),)  # one more token is wanted
+    assert window(few, max_tokens=1).mid_turn(last, 1) == ((20, 21),)  # one more token is needed
 
 
 def test_sinks_are_at_most_half_of_the_window():
-    """However many are asked for, a session goes on."""
+    """However many are configured, a session continues."""
     many = OverflowPolicy(sink_tokens=65536)
     assert window(many).at_start(text(80), 20) == ((50, 70),)
     assert window(many).mid_turn(text(101), 1) == ((50, 75),)
     assert window(many).sink_tokens == 50
 
 
-def test_sinks_go_with_the_last_token_that_saw_them():
-    """They are kept for what was computed over them: where all of that goes, they go, too."""
+def test_sinks_are_dropped_with_the_last_token_that_attended_to_them():
+    """They are kept for tokens computed with them: without these, they go, too."""
     assert window().at_start(text(80), 75) == ((4, 79),)
     assert window().at_start(text(80), 77) == ((4, 62),)  # less than the reserve has room
     for new_tokens in (76, 95, 96, 99):
@@ -230,8 +230,8 @@ def test_sinks_go_with_the_last_token_that_saw_them():
     st.integers(1, 120),
     st.integers(0, 10),
 )
-def test_a_turn_that_is_taken_fits(policy, token_ids, new_tokens, system_tokens):
-    """Whatever goes, prompt and one more token fit; else the turn is refused."""
+def test_an_accepted_turn_fits(policy, token_ids, new_tokens, system_tokens):
+    """With any cut, prompt and one more token fit; otherwise the turn is refused."""
     context = context_of(token_ids, min(system_tokens, len(token_ids)))
     one = window(policy, opening=[OPEN])
     try:
@@ -254,8 +254,8 @@ def test_a_turn_that_is_taken_fits(policy, token_ids, new_tokens, system_tokens)
         (OverflowPolicy(sink_tokens=-1), "sink_tokens -1"),
     ],
 )
-def test_bounds_of_a_policys_values(policy, problem):
-    """The bounds themselves are good, but for a ratio of nothing."""
+def test_the_bounds_of_a_policys_values(policy, problem):
+    """The bounds themselves are valid, except for a ratio of zero."""
     if not problem:
         policy.check()
         return
@@ -264,7 +264,7 @@ def test_bounds_of_a_policys_values(policy, problem):
 
 
 def test_a_prompt_fits_with_one_token_of_the_answer():
-    """Or all of it, where nothing may be dropped and the client has named its length."""
+    """Or all of it, where nothing may be dropped and the client has given its length."""
     for policy, has_max_tokens, room_tokens in (
         (OverflowPolicy(), True, 1),
         (OverflowPolicy("reject"), False, 1),
@@ -277,28 +277,28 @@ def test_a_prompt_fits_with_one_token_of_the_answer():
         assert ("set overflow.policy to oldest" in refused.value.remedy) is one.is_rigid
 
 
-def test_a_window_of_a_few_tokens_reserves_one():
-    """A share of it would be none; and a cut makes room for one."""
+def test_a_tiny_window_reserves_one_token():
+    """A share of it would be zero; and a cut makes room for one."""
     tiny = TurnWindow(NO_SINKS, 3, 25, 20, True, FrameTokens())
     assert tiny.at_start(text(2), 0) == ()
     assert tiny.at_start(text(3), 0) == ((0, 2),)
     assert tiny.mid_turn(text(4), 3) == ((0, 1),)
 
 
-def test_nothing_may_go_where_a_window_is_rigid():
-    """One token of the answer is all that is reserved then."""
+def test_with_a_rigid_window_nothing_is_dropped():
+    """Only one token of the answer is reserved then."""
     reject = OverflowPolicy("reject")
     assert window(reject, max_tokens=20).mid_turn(text(101), 1) == ()
     assert window(reject, has_max_tokens=False).at_start(text(99), 0) == ()
 
 
-def test_special_tokens_of_a_template_are_those_of_either_kind():
+def test_special_tokens_of_a_template_are_of_two_kinds():
     """Those that open messages, and those that close answers."""
     assert FrameTokens(frozenset({OPEN}), frozenset({CLOSE})).ids == {OPEN, CLOSE}
 
 
-def test_who_is_refused_learns_what_was_wanted():
-    """One more token, or as many as were named."""
+def test_a_refusal_has_the_requested_length():
+    """One more token, or the given number."""
     reject = OverflowPolicy("reject")
     for max_tokens, wanted in ((1, "1 more"), (2, "max_tokens 2")):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""What is measured of turns, by their usage."""
+"""Measurements of turns, by their usage."""
 
 from dataclasses import replace
 
@@ -12,20 +12,20 @@ HALF = replace(HALF, recompute_reason="evicted")
 LOST = replace(HALF, reused_tokens=0, recomputed_tokens=15, tier_tokens={})
 
 
-def test_times_tell_what_became_of_the_history():
-    """First tokens are measured apart: without history, reused, in part, recomputed."""
+def test_times_are_measured_by_the_fate_of_the_history():
+    """First tokens have separate series: without history, reused, in part, recomputed."""
     histograms = TurnHistograms()
     for usage in (FIRST, NEXT, NEXT, HALF, HALF, HALF, LOST):
         histograms.on_finish("default", "stop", usage, cancelled=False)
     counts = {labels[0]: series.count for labels, series in histograms.ttft_s.series.items()}
     assert counts == {"none": 1, "reused": 2, "partial": 3, "recomputed": 1}
-    assert histograms.load_s.series[()].count == 6  # those that have a history
+    assert histograms.load_s.series[()].count == 6  # those with a history
     assert histograms.reused_tokens.counts == {("dram",): 35, ("hbm",): 10}
     assert histograms.recomputed_tokens.counts == {("evicted",): 45}
 
 
-def test_tenants_are_labels_only_by_name():
-    """A tenant that nobody has named is one of the others, however many there are."""
+def test_only_configured_tenants_are_labels():
+    """All others share one label, however many there are."""
     histograms = TurnHistograms({"acme"})
     for tenant in ("acme", "default", "x", "y"):
         histograms.on_finish(tenant, "stop", FIRST, cancelled=False)
@@ -42,8 +42,8 @@ def test_tenants_are_labels_only_by_name():
     assert histograms.refused.counts == {("rate_limited",): 1}
 
 
-def test_who_left_is_not_timed():
-    """A cancelled turn counts, with its tokens, and its times do not."""
+def test_cancelled_turns_are_not_timed():
+    """They are counted, with their tokens."""
     histograms = TurnHistograms()
     histograms.on_finish("default", "cancelled", NEXT, cancelled=True)
     assert histograms.ended.counts == {("cancelled",): 1}
@@ -52,14 +52,14 @@ def test_who_left_is_not_timed():
     assert not histograms.ttft_s.series
 
 
-def test_what_the_model_computed_of_a_turn():
-    """What was computed again, what is new, and the answer."""
+def test_computed_tokens_of_a_turn():
+    """Recomputed ones, new ones, and the answer."""
     assert LOST.computed_tokens == 15 + 10 + 5
     assert NEXT.computed_tokens == 10 + 5
 
 
 def test_read_buffers_are_counted_by_the_slowest_tier():
-    """A load waits for the slowest part of it."""
+    """A load waits for its slowest part."""
     histograms = TurnHistograms()
     histograms.on_join(4.5, {"dram": 10})
     histograms.on_join(6, {"dram": 10, "ssd": 20})
@@ -67,8 +67,8 @@ def test_read_buffers_are_counted_by_the_slowest_tier():
     assert found == {("dram",): 4.5, ("ssd",): 6}
 
 
-def test_steps_are_measured_by_what_is_in_them():
-    """Turns, tokens and time, each apart."""
+def test_steps_are_measured_by_their_contents():
+    """Turns, tokens and time, each separately."""
     histograms = TurnHistograms()
     for num_turns, num_tokens, seconds in ((1, 40, 0.5), (3, 3, 0.25)):
         histograms.on_step(num_turns, num_tokens, seconds)
@@ -79,8 +79,8 @@ def test_steps_are_measured_by_what_is_in_them():
     assert sums == [4, 43, 0.75]
 
 
-def test_each_time_has_a_histogram_of_its_own():
-    """Of answered turns; a token's time only where there are two of them."""
+def test_each_time_has_its_own_histogram():
+    """Of answered turns; a time per token only with at least two of them."""
     histograms = TurnHistograms()
     usage = replace(
         NEXT, queue_s=1.0, load_s=2.0, stall_s=3.0, prefill_s=4.0, ttft_s=5.0, total_s=6.0
@@ -103,8 +103,8 @@ def test_each_time_has_a_histogram_of_its_own():
     assert (histograms.tpot_s.total.count, histograms.tpot_s.total.total) == (2, 0.2)
 
 
-def test_people_see_what_was_measured():
-    """Nothing of what was not."""
+def test_people_see_the_measured_values():
+    """Unmeasured ones are left out."""
     histograms = TurnHistograms()
     assert histograms.as_gauges() == {"timed_turns": 0, "ttft_total_s": 0.0}
     histograms.on_finish("default", "stop", replace(FIRST, output_tokens=1), cancelled=False)
@@ -115,7 +115,7 @@ def test_people_see_what_was_measured():
     assert "tpot_p50_s" in histograms.as_gauges()
 
 
-def test_tokens_of_tenants_are_counted_by_what_became_of_them():
+def test_tokens_of_tenants_are_counted_by_kind():
     """Computed (again, or new), reused, and the answer's."""
     histograms = TurnHistograms()
     histograms.on_finish("default", "stop", HALF, cancelled=False)

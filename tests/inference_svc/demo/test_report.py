@@ -24,23 +24,23 @@ WIDE = TurnFacts(
 )
 
 
-def drawn(turns):
+def draw_report(turns):
     console = Console(width=80, file=StringIO())
     console.print(turn_table(turns))
     return console.file.getvalue()
 
 
 def test_the_table_fits_a_terminal():
-    """Nothing of it is cut off in 80 columns, whichever of the shipped sessions a row is of."""
+    """No cell is cut off in 80 columns, for any of the included sessions."""
     names = [conversation.session_id for conversation in shipped_conversations()]
-    text = drawn([replace(WIDE, session_id=name) for name in names])
+    text = draw_report([replace(WIDE, session_id=name) for name in names])
     assert "…" not in text
     assert all(name in text for name in (*names, "ssd+dram*", "147 ms", "42.9x", "identical?"))
 
 
-def test_an_answer_that_differs_is_seen():
-    """In its row, and in the words at the end."""
+def test_a_different_answer_is_marked():
+    """In its row, and in the closing words."""
     turns = [replace(WIDE, session_id="a", identical=False)]
-    assert "NO" in drawn(turns)
+    assert "NO" in draw_report(turns)
     assert "some answers differ" in closing_words(summarise(turns))
     assert "42.9x sooner" in closing_words(summarise(turns))

@@ -1,4 +1,4 @@
-"""The demo's bar: what has to be shown before it says that it has passed."""
+"""The demo's criteria: what has to be shown for it to pass."""
 
 from dataclasses import replace
 
@@ -24,15 +24,15 @@ KILLED = replace(NEXT, turn=2, tiers=("ssd",), after_kill=True)
 
 
 def shortfall(*turns):
-    """What the only shortfall of these turns is."""
+    """Return the only shortfall of these turns."""
     summary = summarise(turns)
     assert not summary.passed
     (found,) = summary.shortfalls
     return found
 
 
-def test_everything_shown():
-    """First turns, which have no history, count for nothing but their answers."""
+def test_a_complete_demo_passes():
+    """Of first turns, which have no history, only the answers count."""
     summary = summarise([FIRST, NEXT, KILLED])
     assert (summary.passed, summary.shortfalls) == (True, ())
     assert (summary.reused_share, summary.reused_share_after_kill) == (1.0, 1.0)
@@ -40,7 +40,7 @@ def test_everything_shown():
 
 
 @pytest.mark.parametrize("reused_tokens", [0, 1, 899])
-def test_too_little_is_loaded_after_the_kill(reused_tokens):
+def test_too_little_loaded_after_the_kill_fails(reused_tokens):
     """One token is not what was promised."""
     found = shortfall(FIRST, NEXT, replace(KILLED, reused_tokens=reused_tokens))
     assert found.startswith(f"after the kill {reused_tokens} of 1000 tokens of history")
@@ -48,13 +48,13 @@ def test_too_little_is_loaded_after_the_kill(reused_tokens):
 
 
 @pytest.mark.parametrize("reused_tokens", [0, 1, 899])
-def test_too_little_is_loaded_before_the_kill(reused_tokens):
-    """A kill does not make up for it."""
+def test_too_little_loaded_before_the_kill_fails(reused_tokens):
+    """Loads after the kill do not compensate."""
     found = shortfall(FIRST, replace(NEXT, reused_tokens=reused_tokens), KILLED)
     assert found.startswith(f"before the kill {reused_tokens} of 1000 tokens of history")
 
 
-def test_nine_tenths_will_do():
+def test_nine_tenths_suffice():
     """Of all turns together: one may miss."""
     missed = replace(NEXT, reused_tokens=0, recompute_ttft_s=0.1)
     for after_kill in (False, True):
@@ -65,8 +65,8 @@ def test_nine_tenths_will_do():
 
 
 @pytest.mark.parametrize(("ttft_s", "passed"), [(0.5, False), (0.6, False), (0.49, True)])
-def test_the_first_token_comes_sooner(ttft_s, passed):
-    """In the median, so that one slow turn is not the verdict; as late is not sooner."""
+def test_the_first_token_must_come_sooner(ttft_s, passed):
+    """By median, so that one slow turn does not decide; equal is not sooner."""
     turns = [replace(NEXT, ttft_s=ttft_s), replace(KILLED, ttft_s=ttft_s)]
     slow, fast = replace(NEXT, ttft_s=9.0), replace(NEXT, ttft_s=0.001)
     assert summarise([*turns, slow, fast]).passed == passed
@@ -74,8 +74,8 @@ def test_the_first_token_comes_sooner(ttft_s, passed):
         assert "median of 2 turns" in shortfall(*turns)
 
 
-def test_every_answer_is_identical():
-    """Those that are not are named, the first few of them."""
+def test_every_answer_must_be_identical():
+    """The first few different ones are named."""
     wrong = [replace(KILLED, session_id=name, identical=False) for name in "bcde"]
     found = shortfall(FIRST, NEXT, *wrong)
     assert found.startswith("4 answers differ")
@@ -84,13 +84,13 @@ def test_every_answer_is_identical():
 
 
 @pytest.mark.parametrize("turns", [(), (FIRST,), (FIRST, NEXT), (FIRST, KILLED)])
-def test_what_was_not_tried_is_not_shown(turns):
+def test_an_incomplete_demo_fails(turns):
     """A demo that ends early has not passed."""
     assert not summarise(turns).passed
 
 
-def test_the_document_says_what_is_missing():
-    """Whoever reads JSON need not work it out."""
+def test_the_document_lists_the_shortfalls():
+    """So scripts need not compute them."""
     document = as_document([FIRST, NEXT, replace(KILLED, reused_tokens=1)], "m")
     assert document["passed"] is False
     assert (

@@ -11,13 +11,13 @@ WINDOW = 64
 
 @pytest.fixture(scope="session")
 def eval_model(tiny_model):
-    """The tiny model, ready for every method, in a window that a short text overflows often."""
+    """Load the tiny model with a small window, ready for every method."""
     return prepare_model(load_model(tiny_model), WINDOW)
 
 
 @pytest.fixture(scope="session")
 def absolute_model(tiny_model, tmp_path_factory):
-    """A model of learned positions, with a tokenizer (whose ids it has too few of)."""
+    """Load a model of learned positions, with a tokenizer (which has more ids than the model)."""
     directory = build_absolute_model(tmp_path_factory.mktemp("model") / "absolute")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, directory)

@@ -1,4 +1,4 @@
-"""Streaming a text through a window by plain means: stock Transformers, and RoPE by its formula.
+"""Streams a text through a window with stock Transformers, and RoPE by its formula.
 
 Every function returns -ln p of all tokens but the first, as float64.
 """
@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 
 @torch.no_grad()
-def recomputed(model, token_ids, window, drop, sinks=0):
-    """Token truncation: each piece of text has a forward of its own, with what is left before."""
+def recompute(model, token_ids, window, drop, sinks=0):
+    """Truncate tokens: each piece of text has its own forward, with the rest before it."""
     losses, context, done = [], [], 0
     while done < len(token_ids) - 1:
         if len(context) == window:
@@ -23,12 +23,12 @@ def recomputed(model, token_ids, window, drop, sinks=0):
 
 
 @torch.no_grad()
-def kept(model, token_ids, window, drop, *, turned):
-    """KV truncation: kept rows of a cache stay as they are, or keys are turned back by `drop`."""
+def keep_rows(model, token_ids, window, drop, *, turned):
+    """Truncate KV: cached rows stay as they are, or keys are rotated back by `drop`."""
     cache, losses, num_rows, done = DynamicCache(), [], 0, 0
     while done < len(token_ids) - 1:
         if num_rows == window:
-            cache, num_rows = _truncated(model, cache, drop, turned=turned), window - drop
+            cache, num_rows = _truncate(model, cache, drop, turned=turned), window - drop
         new = token_ids[done : min(done + window - num_rows, len(token_ids) - 1)]
         positions = torch.arange(num_rows, num_rows + len(new))[None]
         logits = model(torch.tensor([new]), position_ids=positions, past_key_values=cache).logits[0]
@@ -42,7 +42,7 @@ def _losses(logits, token_ids, done):
     return functional.cross_entropy(logits.double(), targets, reduction="none")
 
 
-def _truncated(model, cache, drop, *, turned):
+def _truncate(model, cache, drop, *, turned):
     left = DynamicCache()
     for index, layer in enumerate(cache.layers):
         keys = layer.keys[:, :, drop:]
@@ -51,7 +51,7 @@ def _truncated(model, cache, drop, *, turned):
 
 
 def turn(model, keys, distance):
-    """Llama's RoPE by its formula: pairs of elements (i, i + dim/2), theta^(-2i/dim) a position."""
+    """Rotate by Llama's RoPE formula: pairs (i, i + dim/2), theta^(-2i/dim) per position."""
     dim = keys.shape[-1]
     theta = model.config.rope_parameters["rope_theta"]
     angles = distance * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

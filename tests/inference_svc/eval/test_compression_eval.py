@@ -1,4 +1,4 @@
-"""What `inference-svc eval compression` says of the tiny model, and how it says it."""
+"""The report of `inference-svc eval compression` on the tiny model."""
 
 import math
 from dataclasses import replace
@@ -73,8 +73,8 @@ def test_the_whole_context_predicts_as_the_stock_model_does(model, report, tiny_
     assert report.rows[0].next_tokens.per_token == pytest.approx(math.exp(nats), rel=1e-3)
 
 
-def test_a_copy_goes_on_alone(model):
-    """Its logits are those of the original, which a discard in the copy does not touch."""
+def test_a_copy_is_independent(model):
+    """Its logits are the original's, which a discard in the copy does not affect."""
     ids = list(load_text(TEXT, model).token_ids[:60])
     with Sequence(model, "ca") as whole, Sequence(model, "ca") as copy:
         whole.feed(ids[:50], want="none")
@@ -85,7 +85,7 @@ def test_a_copy_goes_on_alone(model):
         torch.testing.assert_close(copy.feed(ids[50:]), whole.feed(ids[50:]))
 
 
-def test_the_table_has_a_row_for_each(model, report):
+def test_the_table_has_a_row_for_each_policy(model, report):
     """Every figure of a policy stands in its row."""
     console = Console(file=StringIO(), width=160)
     for table in tables(EvalReport("compression", (), 1.0, subject_of(model), report), 160):
@@ -97,7 +97,7 @@ def test_the_table_has_a_row_for_each(model, report):
         assert f"{row.next_tokens.per_token:.2f}" in line
 
 
-def test_ratios_areratios_of():
+def test_ratios_are_read():
     """Anything else is refused with an example."""
     assert ratios_of("0.5,0.25") == (0.5, 0.25)
     with pytest.raises(InvalidInputError, match=r"write it as"):
@@ -105,7 +105,7 @@ def test_ratios_areratios_of():
 
 
 def test_the_picture_is_drawn(report, tmp_path):
-    """One line a policy, in a file of the format that its name says."""
+    """One line per policy, in a file of the format given by its name."""
     plot(report, "tiny", tmp_path / "compression.svg")
     assert "<svg" in (tmp_path / "compression.svg").read_text()
 
@@ -119,7 +119,7 @@ def test_the_picture_is_drawn(report, tmp_path):
         ({"num_contexts": 10**6}, UnusableTextError, "give a longer text"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(model, changed, error, said):
-    """Before anything is computed, with the value and a remedy."""
+def test_impossible_measurements_are_refused(model, changed, error, said):
+    """Before any computation, with the value and a remedy."""
     with pytest.raises(error, match=said):
         measure_compression(model, replace(OPTIONS, **changed), print)

@@ -1,4 +1,4 @@
-"""What `inference-svc eval edits` says of the tiny model, against plain forwards and formulas."""
+"""The report of `inference-svc eval edits`, against plain forwards and formulas."""
 
 import json
 import math
@@ -43,7 +43,7 @@ OPTIONS = EditsOptions(
     next_tokens=20,
 )
 SAME = 1e-4  # of logits of about 10: to 1e-5
-TURNED = 5e-4  # by the formula, whose angles are of float64
+TURNED = 5e-4  # by the formula, whose angles are float64
 NEXT = [(11 * i + 5) % 256 for i in range(10)]
 HOLES = Edit(
     (Replacement((20, 31), [9, 8, 7]), Replacement((50, 52), ()), Replacement((70, 71), [4] * 20))
@@ -73,8 +73,8 @@ def report(model):
     return found
 
 
-def followed(model, token_ids, edit, mode):
-    """Logits of NEXT behind an edited context, the context, and how much of it was computed."""
+def logits_after(model, token_ids, edit, mode):
+    """Return logits of NEXT behind an edited context, the context, and how much was computed."""
     with Sequence(model, "ca") as whole, Sequence(model, "ca") as context:
         whole.feed(token_ids, want="none")
         context.apply_edit(whole, edit, mode)
@@ -83,8 +83,8 @@ def followed(model, token_ids, edit, mode):
 
 
 @torch.no_grad()
-def kept_by_formula(stock, token_ids, edit, healed=0, *, moves=True):
-    """Logits of NEXT: rows of the stock model's cache are cut, turned by RoPE's formula, joined."""
+def keep_by_formula(stock, token_ids, edit, healed=0, *, moves=True):
+    """Return logits of NEXT with the stock model's cache, cut, rotated by formula, joined."""
     whole, cache, num_rows = DynamicCache(), DynamicCache(), 0
     stock(torch.tensor([token_ids]), past_key_values=whole)
 
@@ -109,9 +109,9 @@ def kept_by_formula(stock, token_ids, edit, healed=0, *, moves=True):
     return feed(NEXT)
 
 
-def test_exact_is_a_plain_forward(model, stock, token_ids):
-    """Over the edited context, as if it had never been another."""
-    logits, ids, num_computed = followed(model, token_ids, HOLES, EXACT)
+def test_exact_equals_a_plain_forward(model, stock, token_ids):
+    """Over the edited context."""
+    logits, ids, num_computed = logits_after(model, token_ids, HOLES, EXACT)
     expected = [*token_ids[:20], 9, 8, 7, *token_ids[31:50], *token_ids[52:70], *[4] * 20]
     assert ids == [*expected, *token_ids[71:]]
     assert num_computed == len(ids) - 20
@@ -121,56 +121,54 @@ def test_exact_is_a_plain_forward(model, stock, token_ids):
 
 
 @pytest.mark.parametrize(("name", "healed"), [("keep", 0), ("heal:4", 4), ("heal:18", 18)])
-def test_what_is_kept_is_turned_and_what_is_healed_is_computed(
-    model, stock, token_ids, name, healed
-):
-    """As the stock model's rows say, moved by the formula; a short run is healed as a whole."""
+def test_kept_rows_are_rotated_and_healed_ones_computed(model, stock, token_ids, name, healed):
+    """Kept rows are the stock model's, moved by the formula; a short run is healed as a whole."""
     _, mode = modes_of(name)
-    logits, ids, num_computed = followed(model, token_ids, HOLES, mode)
-    plain = kept_by_formula(stock, token_ids, HOLES, healed)
+    logits, ids, num_computed = logits_after(model, token_ids, HOLES, mode)
+    plain = keep_by_formula(stock, token_ids, HOLES, healed)
     torch.testing.assert_close(logits, plain, rtol=0, atol=TURNED)
-    assert ids == followed(model, token_ids, HOLES, EXACT)[1]
+    assert ids == logits_after(model, token_ids, HOLES, EXACT)[1]
     assert num_computed == 23 + sum(min(healed, run) for run in (19, 18, 29))
 
 
-def test_naive_leaves_keys_where_they_were(model, stock, token_ids):
-    """As the stock model's rows say, not moved; that is not what keep does."""
+def test_naive_keeps_old_positions(model, stock, token_ids):
+    """Rows are the stock model's, not moved; keep differs from that."""
     (_, naive), (_, keep) = modes_of("naive"), modes_of("keep")
-    logits, _, num_computed = followed(model, token_ids, HOLES, naive)
-    plain = kept_by_formula(stock, token_ids, HOLES, moves=False)
+    logits, _, num_computed = logits_after(model, token_ids, HOLES, naive)
+    plain = keep_by_formula(stock, token_ids, HOLES, moves=False)
     torch.testing.assert_close(logits, plain, rtol=0, atol=TURNED)
-    kept, _, num_kept = followed(model, token_ids, HOLES, keep)
+    kept, _, num_kept = logits_after(model, token_ids, HOLES, keep)
     assert num_computed == num_kept
     assert float((logits - kept).abs().max()) > 1e-2
 
 
-def test_an_edit_that_changes_nothing_costs_nothing(model, token_ids):
-    """Whether no span is replaced, or one by itself: keep is exact."""
+def test_an_edit_without_changes_costs_nothing(model, token_ids):
+    """Without a span, or with one replaced by itself, keep is exact."""
     _, keep = modes_of("keep")
     with Sequence(model, "ca") as context:
         context.feed(token_ids, want="none")
         untouched = context.feed(NEXT)
-    empty, ids, num_computed = followed(model, token_ids, Edit(()), keep)
+    empty, ids, num_computed = logits_after(model, token_ids, Edit(()), keep)
     assert torch.equal(empty, untouched)
     assert (ids, num_computed) == (token_ids, 0)
     same = Edit((Replacement((20, 31), token_ids[20:31]),))
-    kept, _, num_computed = followed(model, token_ids, same, keep)
+    kept, _, num_computed = logits_after(model, token_ids, same, keep)
     assert num_computed == 11
     torch.testing.assert_close(kept, untouched, rtol=0, atol=SAME)
 
 
 @pytest.mark.parametrize("name", ["heal:29", "heal:1000"])
-def test_healing_all_that_is_kept_is_exact(model, token_ids, name):
-    """Nothing is left over from the context as it was."""
+def test_healing_everything_is_exact(model, token_ids, name):
+    """No row of the old context is left."""
     _, mode = modes_of(name)
-    healed, _, num_computed = followed(model, token_ids, HOLES, mode)
-    exact, _, num_exact = followed(model, token_ids, HOLES, EXACT)
+    healed, _, num_computed = logits_after(model, token_ids, HOLES, mode)
+    exact, _, num_exact = logits_after(model, token_ids, HOLES, EXACT)
     assert torch.equal(healed, exact)
     assert num_computed == num_exact
 
 
 def test_each_mode_is_measured_after_each_kind_of_edit(report):
-    """All kinds together come last; what heals everything is as exact."""
+    """All kinds together come last; healing everything is as good as exact."""
     modes = ("exact", "keep", "heal:8", "heal:999", "naive")
     rows = {(row.kind, row.mode): row for row in report.rows}
     assert list(rows) == [(kind, mode) for kind in (*KINDS, "all") for mode in modes]
@@ -187,12 +185,12 @@ def test_each_mode_is_measured_after_each_kind_of_edit(report):
         assert (keep.brought is None) == (kind in {"clear", "delete"})
 
 
-def test_exact_predicts_as_the_stock_model_does(model, stock, report):
-    """Losses behind a deletion are those of one plain forward over what is left."""
+def test_exact_predicts_like_the_stock_model(model, stock, report):
+    """Losses behind a deletion are those of one plain forward over the rest."""
     text = load_text(TEXT, model).token_ids
     losses = []
     for index in range(2):
-        first = 1 + index * ((len(text) - 920) // 2)  # pieces overlap, for the text is short
+        first = 1 + index * ((len(text) - 920) // 2)  # pieces overlap, because the text is short
         ids = [text[0], *text[first : first + 919]]
         rng = Random(f"delete/0/{index}")  # noqa: S311 - draws need no secrecy
         edit = draw_edit("delete", ids[:900], (), Writer(None, None), rng)
@@ -206,7 +204,7 @@ def test_exact_predicts_as_the_stock_model_does(model, stock, report):
     assert row.next_tokens.per_token == pytest.approx(math.exp(nats), rel=1e-4)
 
 
-def test_the_tables_have_a_row_for_each(model, report):
+def test_the_tables_have_a_row_per_mode(model, report):
     """One of text, one of records."""
     console = Console(file=StringIO(), width=160)
     for table in tables(EvalReport("edits", (), 1.0, subject_of(model), report), 160):
@@ -219,8 +217,8 @@ def test_the_tables_have_a_row_for_each(model, report):
         assert f"{row.old_value.value:+.2f}" in lines[1]
 
 
-def test_what_is_edited_without_a_text_is_the_demo(model, tmp_path):
-    """Or what is said in a file of conversations, as ShareGPT has them."""
+def test_without_a_text_the_demo_is_edited(model, tmp_path):
+    """Or the text of a file of conversations in ShareGPT's format."""
     few = replace(OPTIONS, text=None, num_contexts=1, kinds=("delete",), modes=(EXACT,))
     assert measure_edits(model, few, print).text == "the demo's conversations"
     path = tmp_path / "said.json"
@@ -240,14 +238,14 @@ def test_what_is_edited_without_a_text_is_the_demo(model, tmp_path):
         ({"context_tokens": 128, "text": None}, InvalidInputError, "do not fit into"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(model, changed, error, said):
+def test_impossible_measurements_are_refused(model, changed, error, said):
     """With the value and a remedy."""
     with pytest.raises(error, match=said):
         measure_edits(model, replace(OPTIONS, **changed), print)
 
 
 def test_a_text_that_is_too_short_is_refused(model, tmp_path):
-    """There has to be as much of it again, to take replacements from."""
+    """There has to be twice as much of it, for replacements."""
     path = tmp_path / "short.txt"
     path.write_text("Too few words. " * 40)
     with pytest.raises(UnusableTextError, match=r"give a text of at least 1840 tokens"):

@@ -12,7 +12,7 @@ from tests.inference_svc.eval.test_rotation import SAMPLE
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run a command in this process; returns (exit code, standard output, standard error)."""
+    """Run a command in this process; return (exit code, standard output, standard error)."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["inference-svc", "eval", *map(str, arguments)])
@@ -42,8 +42,8 @@ def test_perplexity_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
     assert f"{document['found']['methods'][0]['all_tokens']['per_token']:.2f}" in shown
 
 
-def test_retrieval_as_a_document_alone(command, tiny_model):
-    """For scripts: nothing else is on standard output."""
+def test_retrieval_as_a_document(command, tiny_model):
+    """For scripts: standard output has nothing else."""
     code, shown, said = command(
         "retrieval", "--model", tiny_model, "--contexts", 1, "--questions", 2, "--methods", "tt",
         "--json", "-",
@@ -54,7 +54,7 @@ def test_retrieval_as_a_document_alone(command, tiny_model):
 
 
 def test_rotation_as_a_table(command, tiny_model):
-    """A row for each way, dtype and number of truncations."""
+    """A row for each method, dtype and number of truncations."""
     code, shown, _ = command(
         "rotation", "--model", tiny_model, "--text", SAMPLE, "--window", 64, "--moves", 2
     )
@@ -86,7 +86,7 @@ def test_rotation_as_a_table(command, tiny_model):
         ),
     ],
 )
-def test_an_error_is_one_line_that_says_what_to_do(
+def test_an_error_is_one_line_with_a_remedy(
     command, tiny_model, tmp_path, monkeypatch, options, problem, remedy
 ):
     """And the exit code is not 0."""
@@ -102,7 +102,7 @@ def test_an_error_is_one_line_that_says_what_to_do(
 
 
 def test_edits_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
-    """Of the demo's conversations, for no text is named."""
+    """Without a text the demo's conversations are used."""
     path = tmp_path / "found.json"
     code, shown, said = command(
         "edits", "--model", tiny_model, "--contexts", 1, "--context", 900, "--next", 8,
@@ -133,7 +133,7 @@ def test_edits_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
         (("--json", "no/a.json"), "no/a.json cannot be written", "an existing directory"),
     ],
 )
-def test_what_cannot_be_edited_is_said_in_one_line(
+def test_impossible_edits_are_one_line_with_a_remedy(
     command, tiny_model, tmp_path, monkeypatch, options, problem, remedy
 ):
     """With what to do."""
@@ -150,7 +150,7 @@ def test_what_cannot_be_edited_is_said_in_one_line(
 
 
 def test_a_model_without_tokenizer_is_refused(command, tiny_model, tmp_path):
-    """The line names what is missing."""
+    """The line says so."""
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
     code, _, said = command("retrieval", "--model", bare)

@@ -1,4 +1,4 @@
-"""Every method computes what plain means compute, on a real text through a small window."""
+"""Every method equals a simple computation, on a real text with a small window."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from inference_svc.eval.sequence import Sequence
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.errors import InvalidInputError
 from tests.inference_svc.eval.conftest import WINDOW
-from tests.inference_svc.eval.plain_stream import kept, recomputed
+from tests.inference_svc.eval.plain_stream import keep_rows, recompute
 
 SAMPLE = Path(__file__).parents[2] / "data" / "wikitext2_sample.txt.gz"
 DROP = WINDOW // 2
@@ -32,7 +32,7 @@ def token_ids(eval_model):
     return list(load_text(SAMPLE, eval_model, 120).token_ids[:NUM_TOKENS])
 
 
-def streamed(model, method, token_ids, truncation=Truncation()):  # noqa: B008 - frozen
+def stream_tokens(model, method, token_ids, truncation=Truncation()):  # noqa: B008 - frozen
     with Sequence(model, method) as context:
         return stream(context, token_ids, truncation)
 
@@ -41,36 +41,36 @@ def farthest(losses, others):
     return float((losses - others).abs().max())
 
 
-def test_token_truncation_is_a_stock_forward_over_what_is_left(eval_model, stock, token_ids):
+def test_token_truncation_equals_a_stock_forward_over_the_rest(eval_model, stock, token_ids):
     """Each window's losses are those of one plain forward."""
-    found = streamed(eval_model, "tt", token_ids)
+    found = stream_tokens(eval_model, "tt", token_ids)
     assert len(found.losses) == NUM_TOKENS - 1
-    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, DROP)) < SAME
+    assert farthest(found.losses, recompute(stock, token_ids, WINDOW, DROP)) < SAME
 
 
 @pytest.mark.parametrize("method", ["ca", "ca-shift"])
-def test_kept_rows_are_those_of_the_plain_formula(eval_model, stock, token_ids, method):
-    """From before RoPE or turned in place: keys stand where a rotation by the drop puts them."""
-    found = streamed(eval_model, method, token_ids)
-    expected = kept(stock, token_ids, WINDOW, DROP, turned=True)
+def test_kept_rows_equal_the_plain_formula(eval_model, stock, token_ids, method):
+    """From before RoPE or rotated in place: keys are rotated by the length of the drop."""
+    found = stream_tokens(eval_model, method, token_ids)
+    expected = keep_rows(stock, token_ids, WINDOW, DROP, turned=True)
     assert farthest(found.losses, expected) < SAME
-    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, DROP)) > 100 * SAME
+    assert farthest(found.losses, recompute(stock, token_ids, WINDOW, DROP)) > 100 * SAME
 
 
-def test_naive_truncation_leaves_old_positions_behind(eval_model, stock, token_ids):
-    """Rows move as they are; the first window is right, what follows is something else."""
-    found = streamed(eval_model, "nkvt", token_ids)
-    assert farthest(found.losses, kept(stock, token_ids, WINDOW, DROP, turned=False)) < SAME
-    right = streamed(eval_model, "ca", token_ids)
+def test_naive_truncation_keeps_old_positions(eval_model, stock, token_ids):
+    """Rows do not change; the first window is right, later ones differ."""
+    found = stream_tokens(eval_model, "nkvt", token_ids)
+    assert farthest(found.losses, keep_rows(stock, token_ids, WINDOW, DROP, turned=False)) < SAME
+    right = stream_tokens(eval_model, "ca", token_ids)
     assert farthest(found.losses[:WINDOW], right.losses[:WINDOW]) < SAME
     assert farthest(found.losses[WINDOW:], right.losses[WINDOW:]) > 100 * SAME
 
 
 def test_only_recomputing_methods_compute_tokens_twice(eval_model, token_ids):
-    """What stands before the first dropped token is valid with coupled positions too."""
+    """Tokens before the first dropped one are valid with coupled positions, too."""
     truncation = Truncation(sink_tokens=4)
     found = {
-        method: streamed(eval_model, method, token_ids, truncation)
+        method: stream_tokens(eval_model, method, token_ids, truncation)
         for method in ("ca", "ca-shift", "tt", "of", "nkvt")
     }
     once, again = NUM_TOKENS - 1, found["tt"].num_overflows * (WINDOW - DROP)
@@ -82,14 +82,14 @@ def test_only_recomputing_methods_compute_tokens_twice(eval_model, token_ids):
     assert farthest(found["of"].losses, found["tt"].losses) < SAME
 
 
-def test_sinks_stay_in_the_context(eval_model, stock, token_ids):
+def test_sinks_stay(eval_model, stock, token_ids):
     """The oldest tokens after them are dropped."""
-    found = streamed(eval_model, "tt", token_ids, Truncation(0.25, 3))
-    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, WINDOW // 4, 3)) < SAME
+    found = stream_tokens(eval_model, "tt", token_ids, Truncation(0.25, 3))
+    assert farthest(found.losses, recompute(stock, token_ids, WINDOW, WINDOW // 4, 3)) < SAME
 
 
 def test_a_report_compares_every_method_with_token_truncation(eval_model):
-    """Words are those of the text; the first window counts in the whole, not in what is after."""
+    """Words are those of the text; the first window counts for the whole, not for the rest."""
     options = PerplexityOptions(SAMPLE, ("ca", "tt", "nkvt"), num_words=120)
     report = measure_perplexity(eval_model, options, lambda _what: None)
     ca, tt, nkvt = report.methods
@@ -103,7 +103,7 @@ def test_a_report_compares_every_method_with_token_truncation(eval_model):
 
 
 def test_the_reference_may_drop_another_part(eval_model):
-    """What keeps its rows can drop little at a time; token truncation pays for each time."""
+    """Kept rows allow small drops; token truncation recomputes for each drop."""
 
     def measured(truncation, reference_ratio=None):
         options = PerplexityOptions(SAMPLE, ("ca", "tt"), truncation, 120, reference_ratio)
@@ -121,8 +121,8 @@ def test_the_reference_may_drop_another_part(eval_model):
         measured(Truncation(0.125), 1.0)
 
 
-def test_a_model_that_leans_on_its_first_token_is_shown_to_need_it(sink_model):
-    """A text that it wrote itself surprises it once that token is gone, unless it always stays."""
+def test_a_model_with_an_attention_sink_needs_it(sink_model):
+    """The loss of a text that it generated is high without that token, and low with it."""
     model = prepare_model(load_model(sink_model), 256, ("ca", "tt"))
     as_served = with_sinks(Truncation(), model.sink_tokens)
     assert as_served == Truncation(sink_tokens=USUAL_SINKS)
@@ -133,7 +133,7 @@ def test_a_model_that_leans_on_its_first_token_is_shown_to_need_it(sink_model):
     )
     nats = {
         truncation.sink_tokens: float(
-            streamed(model, "ca", text[0].tolist(), truncation).losses[256:].mean()
+            stream_tokens(model, "ca", text[0].tolist(), truncation).losses[256:].mean()
         )
         for truncation in (as_served, *(Truncation(sink_tokens=number) for number in (0, 1, 16)))
     }
@@ -142,8 +142,8 @@ def test_a_model_that_leans_on_its_first_token_is_shown_to_need_it(sink_model):
     assert nats[16] == pytest.approx(nats[USUAL_SINKS], abs=0.2)
 
 
-def test_a_report_says_how_many_sinks_stayed(eval_model):
-    """Those that were asked for, else those of the model; the tokens after count by themselves."""
+def test_a_report_has_the_number_of_sinks(eval_model):
+    """The configured ones, else the model's; later tokens are counted separately."""
     found = {}
     for asked in (None, 0):
         options = PerplexityOptions(SAMPLE, ("ca", "tt"), Truncation(sink_tokens=asked), 120)
@@ -158,7 +158,7 @@ def test_a_report_says_how_many_sinks_stayed(eval_model):
 
 
 def test_too_few_tokens_after_the_first_overflow_are_not_compared(eval_model, tmp_path):
-    """They are less than what one truncation drops; the whole text is compared all the same."""
+    """They are fewer than one truncation drops; the whole text is compared all the same."""
     tokenizer = eval_model.loaded.tokenizer
     text = load_text(SAMPLE, eval_model, 120)
     short = tmp_path / "short.txt"
@@ -177,8 +177,8 @@ def test_figures_of_a_loss():
     assert found.per_word == pytest.approx(64)
 
 
-def test_a_ratio_is_between_its_ends():
-    """Pieces that agree leave no room; a text of one piece leaves all of it."""
+def test_a_confidence_interval_contains_the_ratio():
+    """Equal pieces give an empty one; a text of one piece gives an unlimited one."""
     reference = torch.zeros(8).double()
     same = ratio_of(reference + 0.1, reference, 1.0, 2)
     assert same.low == pytest.approx(same.high)
@@ -189,9 +189,9 @@ def test_a_ratio_is_between_its_ends():
 
 
 def test_a_model_of_absolute_positions_is_measured_by_the_other_methods(absolute_model):
-    """Its naive truncation differs from recomputing, too: positions are in its rows."""
+    """Its naive truncation also differs from recomputing: positions are in its rows."""
     model = prepare_model(load_model(absolute_model), 40, ("tt", "of", "nkvt"))
     token_ids = [(5 * i + i * i) % 60 for i in range(100)]
-    tt, of, nkvt = (streamed(model, method, token_ids) for method in ("tt", "of", "nkvt"))
+    tt, of, nkvt = (stream_tokens(model, method, token_ids) for method in ("tt", "of", "nkvt"))
     assert farthest(tt.losses, of.losses) == 0
     assert farthest(tt.losses[40:], nkvt.losses[40:]) > SAME

@@ -1,4 +1,4 @@
-"""Conversations about records, and what edits of them leave to be asked."""
+"""Conversations about records, and questions after their edits."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ def prompts(demo):
     return RecordText(demo.text, demo.loaded.tokenizer.bos_token_id)
 
 
-def edited(demo, prompts, kind, seed):
-    """The conversation before, what is asked, and the text before and after the edit."""
+def edit_conversation(demo, prompts, kind, seed):
+    """Return the conversation before, the question, and the text before and after the edit."""
     said = converse(prompts, TOKENS, str(seed))
     asked = edit_records(kind, said, prompts, str(seed))
     ids = [
@@ -39,7 +39,7 @@ def edited(demo, prompts, kind, seed):
 
 
 def test_a_conversation_fills_the_context(demo, prompts):
-    """Messages in their order; behind the one in the middle one names a record, not its value."""
+    """Messages are in order; behind the middle one another names a record, but not its value."""
     said = converse(prompts, TOKENS, "any")
     assert TOKENS * 3 // 4 < len(said.token_ids) <= TOKENS
     ends = [place for _, span in said.messages for place in span]
@@ -55,9 +55,9 @@ def test_a_conversation_fills_the_context(demo, prompts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_the_old_value_is_gone_and_the_rest_is_there(demo, prompts, kind, seed):
-    """What is asked for stands where it should; the named record's old value nowhere."""
-    said, asked, before, after = edited(demo, prompts, kind, seed)
+def test_the_old_value_is_gone_and_the_rest_stays(demo, prompts, kind, seed):
+    """The requested value is in its place; the named record's old value is nowhere."""
+    said, asked, before, after = edit_conversation(demo, prompts, kind, seed)
     assert asked.old == said.named
     assert asked.old.line in before
     assert asked.old.line not in after
@@ -71,9 +71,9 @@ def test_the_old_value_is_gone_and_the_rest_is_there(demo, prompts, kind, seed):
         assert asked.brought.line in after.partition("Look at line")[0]
 
 
-def test_each_kind_does_what_its_name_says(demo, prompts):
-    """In what stands in the place of the message."""
-    texts = {kind: edited(demo, prompts, kind, 1) for kind in KINDS}
+def test_each_kind_of_edit(demo, prompts):
+    """By the replacement of the message."""
+    texts = {kind: edit_conversation(demo, prompts, kind, 1) for kind in KINDS}
     assert CLEARED in texts["clear"][3]
     assert SUMMARY + texts["compact"][1].brought.line in texts["compact"][3]
     said, asked, before, after = texts["replace"]

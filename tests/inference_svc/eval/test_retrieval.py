@@ -1,4 +1,4 @@
-"""Records that are left are asked for; the demo model finds them unless positions are wrong."""
+"""Questions for remaining records: the demo model answers them unless positions are wrong."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def prompts(demo):
     return RecordText(demo.text, demo.loaded.tokenizer.bos_token_id)
 
 
-def test_the_demo_model_finds_what_a_truncation_has_left(demo):
-    """With keys at their new positions as well as recomputed; at the old ones it does not."""
+def test_the_demo_model_finds_the_remaining_records(demo):
+    """With keys at new positions as well as recomputed; at the old ones it does not."""
     options = RetrievalOptions(METHODS, num_contexts=2, num_questions=8)
     ca, tt, nkvt = measure_retrieval(demo, options, lambda _what: None).methods
     assert ca.num_kept == tt.num_kept == nkvt.num_kept > 5
@@ -37,12 +37,12 @@ def test_the_demo_model_finds_what_a_truncation_has_left(demo):
     assert ca.kept.value >= 0.8
     assert tt.kept.value >= 0.8
     assert nkvt.kept.value <= tt.kept.value - 0.4
-    assert ca.overall.value < ca.kept.value  # what was dropped cannot be known
+    assert ca.overall.value < ca.kept.value  # dropped records cannot be known
     assert ca.num_computed < tt.num_computed
 
 
 def test_the_last_overflow_comes_with_the_question(demo, prompts):
-    """What is left ends with the last records; earlier ones are gone."""
+    """The rest ends with the last records; earlier ones are gone."""
     options = RetrievalOptions(METHODS, num_overflows=2)
     with Sequence(demo, "tt") as context:
         filled = fill(context, prompts, options, "a seed")
@@ -55,7 +55,7 @@ def test_the_last_overflow_comes_with_the_question(demo, prompts):
 
 
 def test_a_context_is_a_conversation(demo, prompts):
-    """As the chat template writes it, turn after turn."""
+    """In the format of the chat template, turn by turn."""
     records = draw_records("any")[:3]
     context = prompts.records(records[:2], [])
     context += prompts.records(records[2:], context)
@@ -73,8 +73,8 @@ def test_a_context_is_a_conversation(demo, prompts):
     assert tokenizer.decode(context) == expected.removesuffix(tokenizer.eos_token)
 
 
-def test_of_an_answer_only_the_number_is_judged(demo, prompts):
-    """What stands before it is given."""
+def test_only_the_number_of_an_answer_is_judged(demo, prompts):
+    """The text before it is given."""
     (record,) = draw_records("any")[:1]
     context = prompts.records([record], [])
     question = prompts.question(record, context)
@@ -84,14 +84,14 @@ def test_of_an_answer_only_the_number_is_judged(demo, prompts):
     assert demo.loaded.tokenizer.decode(question.token_ids).endswith(record.line)
 
 
-def test_the_same_seed_asks_the_same(demo):
+def test_the_seed_determines_the_questions(demo):
     """And another seed something else."""
     first, again, other = (draw_records(seed)[:5] for seed in ("0/1", "0/1", "0/2"))
     assert first == again != other
 
 
 def test_a_window_too_small_for_records_is_refused(demo):
-    """Of eight records, about 110 tokens, one turn would be left."""
+    """Of eight records, about 110 tokens, one turn would remain."""
     small = prepare_model(demo.loaded, 96, ("tt",))
     options = RetrievalOptions(("tt",), Truncation(), num_contexts=1)
     with pytest.raises(InvalidInputError, match="larger --window"):
@@ -99,7 +99,7 @@ def test_a_window_too_small_for_records_is_refused(demo):
 
 
 def test_a_model_without_chat_template_gets_plain_text(eval_model, prompts):
-    """One text, each part on lines of its own."""
+    """One text with each part on its own lines."""
     text = eval_model.text
     plain = RecordText(_NoChat(text), bos_id=None)
     (record,) = draw_records("any")[:1]
@@ -108,7 +108,7 @@ def test_a_model_without_chat_template_gets_plain_text(eval_model, prompts):
 
 
 class _NoChat:
-    """The encoder of a model that has a tokenizer alone."""
+    """The encoder of a model with a tokenizer, but no chat template."""
 
     chat_problem = "the model has no chat template"
 

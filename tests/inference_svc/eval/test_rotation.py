@@ -1,4 +1,4 @@
-"""Keys from before RoPE are the model's own at any position; turned keys gather rounding errors."""
+"""Keys from before RoPE are exact at any position; repeated rotation adds rounding errors."""
 
 from pathlib import Path
 
@@ -21,15 +21,15 @@ def errors(eval_model):
     return {(each.way, each.dtype, each.num_moves): each for each in report.errors}
 
 
-def test_from_before_rope_keys_are_the_models_own(errors):
+def test_keys_from_before_rope_are_exact(errors):
     """Bit by bit, in every dtype, however often the context was truncated."""
     for (way, _, _), found in errors.items():
         assert (found.to_own == 0) == (way == "before rope")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_turning_again_and_again_adds_errors(errors, dtype):
-    """Less if a move is rounded once; from before RoPE they stay what one rounding makes them."""
+def test_repeated_rotation_adds_errors(errors, dtype):
+    """Less if each move is rounded once; from before RoPE there is only one rounding."""
     once, often = (errors["before rope", dtype, n].root_mean_square for n in (1, 4))
     assert often == pytest.approx(once, rel=0.1)
     for way in ("single turn", "double rotation"):
@@ -46,7 +46,7 @@ def test_more_truncations_than_there_are_tokens_are_refused(eval_model):
         measure_rotation(eval_model, RotationOptions(SAMPLE, 0.5, 2))
 
 
-def test_a_model_of_absolute_positions_has_no_keys_to_turn(absolute_model):
+def test_a_model_of_absolute_positions_cannot_be_rotated(absolute_model):
     """Its keys cannot be embedded anywhere else."""
     with pytest.raises(UnsupportedModelError, match="leave ca and ca-shift out"):
         prepare_model(load_model(absolute_model), 40, ("ca",))

@@ -1,4 +1,4 @@
-"""A context by each method: what is dropped, what is left, what can be taken back."""
+"""A context by each method: dropped tokens, remaining ones, and undoing."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ def kept_tokens():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_left_is_the_context(eval_model, method):
-    """Several ranges at once; the window has room for as many tokens again."""
+def test_the_remaining_tokens_are_the_context(eval_model, method):
+    """With several ranges at once; the window has room for as many tokens again."""
     with Sequence(eval_model, method) as context:
         context.feed(TOKENS, want="none")
         context.discard(HOLES)
@@ -28,7 +28,7 @@ def test_what_is_left_is_the_context(eval_model, method):
 
 
 def test_stored_and_resident_rows_agree_after_holes(eval_model):
-    """Keys from before RoPE and turned keys stand at the same positions."""
+    """Keys from before RoPE and rotated keys are at the same positions."""
     logits = []
     for method in ("ca", "ca-shift"):
         with Sequence(eval_model, method) as context:
@@ -39,8 +39,8 @@ def test_stored_and_resident_rows_agree_after_holes(eval_model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_taken_back_leaves_no_trace(eval_model, method):
-    """A question fed a second time gets the same answer; tokens fed are counted all the same."""
+def test_undone_tokens_leave_no_trace(eval_model, method):
+    """A question fed a second time gets the same answer; fed tokens are counted all the same."""
     with Sequence(eval_model, method) as context:
         context.feed(TOKENS, want="none")
         context.discard([(0, 30)])
@@ -62,7 +62,7 @@ def test_a_range_outside_the_context_is_refused(eval_model):
         assert context.context_ids == TOKENS
 
 
-def test_rows_are_given_back(eval_model):
+def test_rows_are_freed(eval_model):
     """Also those of the write buffer."""
     free = eval_model.pool.num_free
     with Sequence(eval_model, "ca"):

@@ -1,4 +1,4 @@
-"""Answers as the official client reads them, and some to be read."""
+"""Parsing answers as the official client does, and scripted answers to parse."""
 
 import asyncio
 import functools
@@ -27,21 +27,21 @@ class Letters:
         return ("Ã©", "He", "Ã")[token_id]
 
 
-def finished(reason="stop"):
+def make_finished(reason="stop"):
     usage = Usage(history_tokens=30, reused_tokens=28, new_tokens=5, output_tokens=2)
     return Finished(reason, "Hello", usage, 3)
 
 
-adapter = functools.cache(TypeAdapter)  # the union of all events takes a while to build
+adapter = functools.cache(TypeAdapter)  # building the union of all events takes a while
 
 
 def strict(kind, data):
-    """Read as the client does not: with every type checked."""
+    """Parse as the client does, but check every type."""
     return adapter(kind).validate_json(json_bytes(data))
 
 
 class ScriptedAnswer:
-    """A turn's answer that is known before: tokens, and the end, its error, or (None) no end."""
+    """A turn's known answer: tokens, and its end, its error, or (None) no end."""
 
     def __init__(self, tokens, end, session_id="s-1"):
         self._tokens = tokens

@@ -1,4 +1,4 @@
-"""An answer that thinks, speaks and calls two tools, as a model of gpt-oss's family writes it."""
+"""An answer with a thought, a text and two calls, as a model of gpt-oss's family writes it."""
 
 from inference_svc.core.chat import ChoiceKind, Tool, ToolUse
 from inference_svc.core.tools.formats import FORMATS
@@ -18,7 +18,7 @@ READING = Reading(FORMATS["gpt-oss"], USE, "call_{}".format)
 
 
 def calling(reason="stop"):
-    """The end of that answer."""
+    """Return the end of that answer."""
     usage = Usage(history_tokens=30, reused_tokens=28, new_tokens=5, output_tokens=len(TOKENS))
     return Finished(reason, TEXT, usage, 3)
 
@@ -35,8 +35,8 @@ FORCED = Reading(
 )
 
 
-def forced(cut):
-    """The tokens of an answer that has to be a call, up to where it was cut, and its end."""
+def forced_tokens(cut):
+    """Return the tokens of an answer that has to be a call, up to its cut, and its end."""
     text = FORCED_TEXT[:cut]
     tokens = [AnswerToken(1, text[at : at + 2]) for at in range(0, len(text), 2)]
     usage = Usage(history_tokens=30, new_tokens=5, output_tokens=len(tokens))

@@ -1,4 +1,4 @@
-"""What agents say of themselves in headers; which sessions of sub-agents are idle."""
+"""Agents' headers, and idle sessions of sub-agents."""
 
 import pytest
 from hypothesis import given
@@ -36,20 +36,20 @@ from shared.types.session_key import SessionKey
         ({"x-session-id": "\n"}, AgentHints()),
     ],
 )
-def test_what_headers_say(headers, hints):
-    """By whichever agent; what is no name says nothing."""
+def test_headers_are_read(headers, hints):
+    """Of each agent; an invalid name is ignored."""
     assert hints_of(CIMultiDict(headers)) == hints
 
 
-def test_the_body_names_a_conversation_that_no_header_does():
-    """OpenAI's own parameter."""
+def test_the_body_may_name_a_conversation():
+    """With OpenAI's own parameter, if no header does."""
     assert hints_of({}, "key") == AgentHints(cache_key="key")
     assert hints_of({}, "key").log_fields == {"conversation": "key"}
     assert hints_of(CIMultiDict({"session-id": "s"}), "key").log_fields == {"conversation": "s"}
 
 
-def test_long_names_are_cut_in_the_log_only():
-    """Two names are not one because they begin alike."""
+def test_long_names_are_cut_only_in_the_log():
+    """Names with equal beginnings differ."""
     name = "x" * 1000
     assert hints_of({"X-Session-Id": name}).conversation == name
     assert hints_of({"X-Session-Id": name}).log_fields == {"conversation": "x" * MAX_LOGGED}
@@ -64,7 +64,7 @@ def test_long_names_are_cut_in_the_log_only():
         (AgentHints(cache_key="a"), False),
     ],
 )
-def test_who_comes_from_another_is_a_subagent(hints, is_subagent):
+def test_an_agent_with_a_parent_is_a_subagent(hints, is_subagent):
     assert hints.is_subagent is is_subagent
 
 
@@ -73,8 +73,8 @@ keys = st.builds(SessionKey, st.just("acme"), st.just("m"), st.sampled_from("abc
 
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.none() | keys), max_size=30))
-def test_those_are_taken_that_nobody_has_used_for_long(steps):
-    """Against a plain dict; of more than `most` those that were used last are watched."""
+def test_long_unused_sessions_are_returned(steps):
+    """Compared with a plain dict; of more than `most` the most recently used are watched."""
     idle, used, now_s = IdleSubagents(IDLE_S, MOST), {}, 0.0
     for turns, (passed_s, key) in enumerate(steps):
         now_s += passed_s

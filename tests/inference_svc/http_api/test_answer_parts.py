@@ -1,4 +1,4 @@
-"""Answers as clients read them: calls have ids, which are the same however the answer came."""
+"""Answers in the clients' form: calls have the same ids, streamed or whole."""
 
 import pytest
 
@@ -13,8 +13,8 @@ from tests.inference_svc.http_api.scripted_calls import READING, TEXT, TOKENS, U
 CALLS = (ToolCall("look", '{"a": 1}', "call_0"), ToolCall("see", '{"b": "é"}', "call_1"))
 
 
-def test_an_answer_is_the_same_whole_and_streamed():
-    """Its text, what was thought, and its calls with their ids."""
+def test_a_streamed_answer_equals_the_whole_one():
+    """Its text, its thoughts, and its calls with their ids."""
     reader = READING.reader()
     parts = [part for token in TOKENS for part in reader.push([token])]
     read = collect_answer([*parts, *reader.end()])
@@ -25,11 +25,11 @@ def test_an_answer_is_the_same_whole_and_streamed():
 
 
 def test_the_message_that_a_client_sends_back():
-    """Without what was thought."""
+    """Without thoughts."""
     assert READING.message(TEXT) == Message("assistant", "I look.", CALLS)
 
 
-def test_more_calls_than_are_wanted():
+def test_surplus_calls_are_dropped():
     """The first count."""
     one = Reading(FORMATS["gpt-oss"], ToolUse(USE.tools, most_calls=1))
     assert [call.name for call in one.whole(TEXT).calls] == ["look"]
@@ -44,8 +44,8 @@ def test_more_calls_than_are_wanted():
         (ToolUse((Tool("look"), Tool("see")), ChoiceKind.REQUIRED, "see"), ["see"], True),
     ],
 )
-def test_where_calls_are_looked_for(use, callable_names, is_read):
-    """Only where the model may call: else an answer is text, whatever it says."""
+def test_where_calls_are_recognised(use, callable_names, is_read):
+    """Only where the model may call: else an answer is text."""
     text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     reading = Reading(FORMATS["hermes"], use)
     assert [tool.name for tool in use.callable_tools] == callable_names
@@ -55,8 +55,8 @@ def test_where_calls_are_looked_for(use, callable_names, is_read):
     assert use.is_forced == (use.choice == "required")
 
 
-def test_thoughts_are_read_apart():
-    """With or without tools; tokens of them are counted with their marks, and are not sent back."""
+def test_thoughts_are_separated():
+    """With or without tools; their tokens are counted with the marks, and not sent back."""
     thoughts = ThoughtMarks("<think>", "</think>")
     reading = Reading(FORMATS["hermes"], thoughts=thoughts)
     assert reading.marks == {"<think>", "</think>"}
@@ -70,14 +70,14 @@ def test_thoughts_are_read_apart():
     assert reading.message("".join(pieces)) == Message("assistant", "Hello")
 
 
-def test_a_format_that_every_answer_has():
+def test_a_format_of_every_answer():
     """gpt-oss writes channels without tools, too."""
     read = Reading(FORMATS["gpt-oss"]).whole("<|channel|>final<|message|>Hello")
     assert (read.content, read.calls) == ("Hello", ())
 
 
-def test_an_answer_that_is_begun_is_a_message_with_its_beginning():
-    """What is read is what the model says; a mark there begins no thought."""
+def test_a_continued_answer_is_a_message_with_its_beginning():
+    """Only generated text is parsed; a mark there begins no thought."""
     thoughts = ThoughtMarks("<think>", "</think>")
     begun = Reading(thoughts=thoughts, beginning="Well, ")
     assert begun.whole("<think>so</think>").content == "<think>so</think>"
@@ -86,8 +86,8 @@ def test_an_answer_that_is_begun_is_a_message_with_its_beginning():
     assert Reading(thoughts=thoughts).message("<think>a</think>so").content == "so"
 
 
-def test_calls_that_a_grammar_keeps_to():
-    """Of the tools that may be called; what finds them is what reads the answer."""
+def test_grammars_of_calls():
+    """Of the allowed tools; the answer's reader finds the calls."""
     thoughts = ThoughtMarks("<think>", "</think>")
     tools = (Tool("look"), Tool("see", is_strict=True))
     reading = Reading(FORMATS["hermes"], ToolUse(tools), thoughts=thoughts, is_bound=True)

@@ -1,4 +1,4 @@
-"""Which pages of other sites a browser lets in, and who may come without an account."""
+"""Which other sites' pages a browser lets in, and which clients need no account."""
 
 from contextlib import asynccontextmanager
 
@@ -23,7 +23,7 @@ OF_CORS = ("Access-Control-Allow-Origin", "Access-Control-Expose-Headers", "Vary
 
 @asynccontextmanager
 async def site(*origins):
-    """A site with one path, which nobody gets at without an account."""
+    """Make a site with one path, which needs an account."""
 
     @web.middleware
     async def deny(request, handler):
@@ -40,7 +40,7 @@ async def site(*origins):
         yield client
 
 
-async def test_a_preflight_has_what_the_path_takes_and_the_page_asks_for():
+async def test_a_preflight_lists_methods_and_requested_headers():
     """Without an account; and never credentials."""
     async with site("https://other.example", PAGE) as client:
         names = "authorization,content-type, x-stainless-os"
@@ -68,21 +68,21 @@ async def test_a_preflight_has_what_the_path_takes_and_the_page_asks_for():
     ],
     ids=["other", "capitals", "longer", "null", "no-origin", "no-preflight", "no-path"],
 )
-async def test_all_else_goes_through_the_gates(path, headers):
-    """Of other origins, of no path, or not a preflight."""
+async def test_other_requests_pass_the_gates(path, headers):
+    """With other origins, without a path, or without a preflight."""
     async with site(PAGE) as client, client.options(path, headers=headers) as told:
         assert told.status == 401
         assert "Access-Control-Allow-Methods" not in told.headers
 
 
 async def test_only_options_are_a_preflight():
-    """Not another method that the path has not, whatever headers it comes with."""
+    """Not another method that the path lacks, whatever headers it has."""
     async with site(PAGE) as client, client.patch("/one", headers=ASKS) as told:
         assert told.status == 401
 
 
 async def test_a_refusal_is_shown_to_the_page():
-    """Or it could not tell what is wrong; what caches keep of it is that page's."""
+    """Otherwise the page could not see the error; caches keep it for that page only."""
     async with site(PAGE) as client, client.get("/one", headers={"Origin": PAGE}) as told:
         origin, exposed, vary = map(told.headers.get, OF_CORS)
         assert (told.status, origin, vary) == (401, PAGE, "Origin")
@@ -90,8 +90,8 @@ async def test_a_refusal_is_shown_to_the_page():
 
 
 @pytest.mark.parametrize("origins", [(), (PAGE,)], ids=["none", "one"])
-async def test_other_pages_are_told_nothing(origins):
-    """But that it may be another answer for others, where there are any."""
+async def test_other_pages_get_no_headers(origins):
+    """Except that answers depend on the origin, where any are allowed."""
     async with (
         site(*origins) as client,
         client.get("/one", headers={"Origin": "https://evil.example"}) as told,
@@ -103,7 +103,7 @@ async def test_other_pages_are_told_nothing(origins):
         ]
 
 
-async def test_two_origins_are_none():
+async def test_two_origins_count_as_none():
     """No browser sends them."""
     headers = [("Origin", PAGE), ("Origin", PAGE)]
     async with site(PAGE) as client, client.get("/one", headers=headers) as told:
@@ -111,7 +111,7 @@ async def test_two_origins_are_none():
 
 
 async def test_pages_of_any_origin():
-    """Are told so, and not by their names."""
+    """The header says so, without their names."""
     async with site("*") as client, client.get("/one", headers={"Origin": "null"}) as told:
         assert told.headers["Access-Control-Allow-Origin"] == "*"
 
@@ -119,14 +119,14 @@ async def test_pages_of_any_origin():
 @pytest.mark.parametrize(
     "sent", ["a b", "a,,b", ",", "a;b", "a\tb", "é", "a" * 129, "a," * MAX_REQUESTED + "a"]
 )
-def test_what_is_no_name_of_a_header_is_refused(sent):
-    """Nothing that a stranger made up goes back in a header."""
+def test_invalid_header_names_are_refused(sent):
+    """A stranger's text is not returned in a header."""
     with pytest.raises(RequestError, match="Access-Control-Request-Headers"):
         requested_header_names([sent])
 
 
-def test_names_that_come_in_several_headers():
-    """Are one list, as HTTP has it; and there may be none."""
+def test_names_in_several_headers():
+    """They are one list, as in HTTP; and there may be none."""
     assert requested_header_names(["a, b", "c"]) == "a, b, c"
     assert requested_header_names([]) == requested_header_names([""]) == ""
 
@@ -147,8 +147,8 @@ HERE = ["127.0.0.1:8000"]
         ("127.0.0.1", "localhost:8000", ["https://127.0.0.1"]),
     ],
 )
-def test_who_is_here(peer, host, origins):
-    """By every name of the loopback; a page that this machine serves itself is of it."""
+def test_local_clients(peer, host, origins):
+    """By every name of the loopback; pages that this machine serves count as well."""
     check_local(peer, [host], origins)
 
 
@@ -208,7 +208,7 @@ def test_a_page_from_elsewhere_is_refused(origins):
 
 
 @pytest.mark.parametrize("peer", ["10.0.0.1", "192.168.0.7", "::2", "fe80::1%eth0", "", "localhos"])
-def test_a_peer_from_elsewhere_is_refused(peer):
-    """As a rule of the firewall may bring it to a loopback address."""
+def test_a_remote_peer_is_refused(peer):
+    """A firewall's rule may redirect it to a loopback address."""
     with pytest.raises(NotLocalError, match="the connection comes from"):
         check_local(peer, HERE, [])

@@ -1,4 +1,4 @@
-"""The served model, as the official clients read it."""
+"""The served model, in the official clients' form."""
 
 import pytest
 from anthropic.types import ModelInfo
@@ -13,7 +13,7 @@ from tests.inference_svc.http_api.as_clients_read import strict
 MODEL = ServedModel("tiny", ("gpt-4o",), "f" * 64, 1_700_000_000, 2048)
 
 
-def test_models():
+def test_models_are_listed():
     """The model and each alias, by every name; no other."""
     listed = [strict(Model, one) for one in OPENAI.models(MODEL)["data"]]
     assert [model.id for model in listed] == ["tiny", "gpt-4o"]
@@ -22,8 +22,8 @@ def test_models():
         MODEL.check("gpt-5")
 
 
-def test_models_in_the_words_of_anthropic():
-    """The same, on one page; an alias is shown as the model that it is."""
+def test_models_in_anthropics_form():
+    """The same, on one page; an alias is shown as its model."""
     page = ANTHROPIC.models(MODEL)
     listed = [strict(ModelInfo, one) for one in page["data"]]
     assert [model.id for model in listed] == [page["first_id"], page["last_id"]]

@@ -1,4 +1,4 @@
-"""Statuses and headers of errors, and their bodies in the words of both APIs."""
+"""Statuses and headers of errors, and their bodies in both APIs."""
 
 import pytest
 
@@ -36,7 +36,7 @@ from shared.types.errors import ReportedError, UnauthenticatedError
         (ReportedError("x", "y"), 500, "server_error", "error"),
     ],
 )
-def test_errors_as_openai_writes_them(error, status, kind, code):
+def test_errors_in_openais_form(error, status, kind, code):
     """Status and object; the message has the remedy."""
     assert status_of(error) == status
     written = error_object(error)
@@ -45,8 +45,8 @@ def test_errors_as_openai_writes_them(error, status, kind, code):
     assert written["param"] == ("n" if isinstance(error, RequestError) else None)
 
 
-def test_when_to_come_back():
-    """In whole seconds for everybody, in milliseconds for OpenAI's clients."""
+def test_times_to_retry_at():
+    """In whole seconds for all clients, in milliseconds for OpenAI's."""
     error = QueueFullError("x", "y", queue_length=3, retry_after_s=0.25)
     headers = error_headers(error)
     assert (headers["Retry-After"], headers["retry-after-ms"]) == ("1", "250")
@@ -69,8 +69,8 @@ def test_when_to_come_back():
         (ReportedError("x", "y"), "api_error"),
     ],
 )
-def test_errors_as_anthropic_writes_them(error, kind):
-    """Type and message, which has the remedy; the reason stands beside them."""
+def test_errors_in_anthropics_form(error, kind):
+    """Type and message, which has the remedy; the reason is beside them."""
     body = error_body(error)
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert (body["error"]["message"], body["error"]["code"]) == ("x: y", error.reason)

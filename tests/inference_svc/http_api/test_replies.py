@@ -14,7 +14,7 @@ LONG = {"type": "long", "text": "x" * 100_000}
 
 
 async def serve(directory, handler):
-    """A server with one route, at a Unix socket."""
+    """Run a server with one route, at a Unix socket."""
     app = web.Application()
     app.router.add_get("/", handler)
     path = directory / "http.sock"
@@ -24,7 +24,7 @@ async def serve(directory, handler):
 
 
 async def test_events_are_lines_with_one_json_each(short_dir):
-    """With or without a name; line breaks in a text are none in the stream."""
+    """With or without a name; line breaks in a text do not break the stream."""
 
     async def handler(request):
         stream = EventStream(request, 10.0)
@@ -51,7 +51,7 @@ async def test_events_are_lines_with_one_json_each(short_dir):
 
 
 async def test_a_silent_stream_gets_comments(short_dir):
-    """As long as it is silent; no event is cut by one, and a client that has left ends them."""
+    """While it is silent; no event is cut by one, and a client that disconnects ends them."""
     go_on = asyncio.Event()
 
     async def handler(request):
@@ -83,7 +83,7 @@ async def test_a_silent_stream_gets_comments(short_dir):
 
 
 async def test_a_client_that_does_not_read_is_given_up(short_dir):
-    """Its connection is cut, and who writes learns of it."""
+    """Its connection is cut, and the writer learns of it."""
     ended = asyncio.get_running_loop().create_future()
 
     async def handler(request):

@@ -1,4 +1,4 @@
-"""What a request's body may be. Slots are tested over HTTP."""
+"""Valid bodies of requests. Slots are tested over HTTP."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from inference_svc.http_api.errors import InvalidJsonError
 from inference_svc.http_api.request_slots import parse_object
 
 
-def test_an_object_is_read():
-    """UTF-8 JSON, as it is."""
+def test_an_object_is_accepted():
+    """UTF-8 JSON, unchanged."""
     assert parse_object('{"a": "é\\u00e9\\ud83d\\ude00"}'.encode()) == {"a": "éé😀"}
 
 
@@ -48,7 +48,7 @@ def test_an_object_is_read():
         "endless-number",
     ],
 )
-def test_what_is_no_object_is_refused(body):
+def test_other_bodies_are_refused(body):
     """With one short line, however long the body is."""
     with pytest.raises(InvalidJsonError) as refused:
         parse_object(body)

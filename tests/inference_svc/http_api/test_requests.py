@@ -1,4 +1,4 @@
-"""What every request has in common: its turn's names."""
+"""What all requests have in common: the names of their turns."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from shared.access.identity import Identity
 
 
 class Headers:
-    """Of a request: all that a turn needs of it."""
+    """The headers of a request that a turn needs."""
 
     path = "/v1/chat/completions"
 
@@ -25,7 +25,7 @@ class Headers:
 
 
 class Templateless:
-    """What a request asks of the gateway, of a model whose template writes no tools."""
+    """What a request needs of the gateway, for a model whose template writes no tools."""
 
     text = SimpleNamespace(
         tool_format=FORMATS["json"], thoughts=None, named_roles=frozenset({"user"})
@@ -66,8 +66,8 @@ def turn_of(headers=None, digest=b"body", trusted=(), by_key=(), **fields):
     return asked.turn(body.conversation)
 
 
-def test_a_session_is_named_in_the_body():
-    """Only if it is to stay; what agents' headers say is a hint."""
+def test_a_session_may_be_named_in_the_body():
+    """Only if it is to stay; agents' headers are a hint."""
     assert turn_of().session_id == ""
     assert turn_of(session_id="s").session_id == "s"
     assert turn_of({"X_Session_Id": "s"}).session_id == ""
@@ -77,8 +77,8 @@ def test_a_session_is_named_in_the_body():
         turn_of(session_id="s", store=False)
 
 
-def test_headers_of_a_client_that_is_trusted_name_the_session():
-    """As a gateway's may be; what the body says comes first, and a cache key names nothing."""
+def test_headers_of_a_trusted_client_name_the_session():
+    """A gateway's may be trusted; the body has precedence, and a cache key names nothing."""
     named = {"X_Session_Id": "s"}
     assert turn_of(named, trusted=("ann",)).session_id == "s"
     assert turn_of(named, trusted=("bob",)).session_id == ""
@@ -88,8 +88,8 @@ def test_headers_of_a_client_that_is_trusted_name_the_session():
         turn_of(named, trusted=("ann",), store=False)
 
 
-def test_the_cache_key_of_a_client_that_is_trusted_names_the_session():
-    """Behind the body's name and the headers, as far as these are trusted."""
+def test_the_cache_key_of_a_trusted_client_names_the_session():
+    """After the body's name and the headers, as far as these are trusted."""
     key, named = {"prompt_cache_key": "k"}, {"X_Session_Id": "s"}
     assert turn_of(by_key=("ann",), **key).session_id == "k"
     assert turn_of(by_key=("bob",), **key).session_id == ""
@@ -102,7 +102,7 @@ def test_the_cache_key_of_a_client_that_is_trusted_names_the_session():
 
 
 def test_a_repeat_has_the_same_request_id():
-    """As long as its body is the same, too; without a key each request is another."""
+    """If its body is the same, too; without a key each request is new."""
     key = {"Idempotency_Key": "again"}
     first, second, other = turn_of(key), turn_of(key), turn_of(key, digest=b"other")
     assert first.request_id == second.request_id != other.request_id
@@ -111,14 +111,14 @@ def test_a_repeat_has_the_same_request_id():
     assert turn_of().repeat_key is None
 
 
-def test_who_names_no_temperature_gets_the_settings():
-    """One of 0 is named."""
+def test_the_settings_temperature_is_the_default():
+    """0 is a value."""
     assert turn_of().sampling["temperature"] == 0.5
     assert turn_of(temperature=0).sampling["temperature"] == 0
 
 
-def test_names_that_no_template_writes_are_left_out():
-    """They would make histories of which nothing else is different; tools keep theirs."""
+def test_unused_names_are_dropped():
+    """Templates do not write them, but histories would differ; tools keep theirs."""
     said = [
         {"role": "system", "content": "a", "name": "Ann"},
         {"role": "user", "content": "b", "name": "Bo"},
@@ -127,8 +127,8 @@ def test_names_that_no_template_writes_are_left_out():
     assert [one.name for one in turn_of(messages=said).messages] == ["", "Bo", "look"]
 
 
-def test_an_answer_that_is_begun_is_no_call():
-    """It cannot be forced to be one; it may call what it likes."""
+def test_a_continued_answer_is_no_forced_call():
+    """It cannot be forced; it may call a tool."""
     tools = [{"type": "function", "function": {"name": "look"}}]
     begun = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],

@@ -1,4 +1,4 @@
-"""Calls that are certain, as clients of each API read them: joined, the pieces are the whole."""
+"""Streamed calls, parsed by clients of each API: joined pieces equal the whole."""
 
 import json
 from itertools import groupby
@@ -18,7 +18,7 @@ from inference_svc.http_api.openai.choices import Choices, Envelope
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
 from tests.inference_svc.http_api.as_clients_read import STARTED, ScriptedAnswer, strict
-from tests.inference_svc.http_api.scripted_calls import FORCED, FORCED_TEXT, HEADS, forced
+from tests.inference_svc.http_api.scripted_calls import FORCED, FORCED_TEXT, HEADS, forced_tokens
 
 WHOLE = {"a": [1, "é\n"], "b": 1.5}
 WRITTEN = json.dumps(WHOLE, ensure_ascii=False)
@@ -41,11 +41,11 @@ def chat(tokens, end):
 
 @cuts
 async def test_in_a_chat(cut):
-    """The name comes first; a call that is cut is shown as far as it came, and ends by length."""
-    whole = strict(ChatCompletion, await chat(*forced(cut)).whole()).choices[0]
+    """The name comes first; a cut call is shown in part, and ends by length."""
+    whole = strict(ChatCompletion, await chat(*forced_tokens(cut)).whole()).choices[0]
     state = ChatCompletionStreamState()
     deltas = []
-    async for made in chat(*forced(cut)).events():
+    async for made in chat(*forced_tokens(cut)).events():
         chunk = strict(ChatCompletionChunk, made)
         state.handle_chunk(chunk)
         deltas += [part for choice in chunk.choices for part in choice.delta.tool_calls or ()]
@@ -77,8 +77,8 @@ def response():
 
 @cuts
 def test_in_a_response(cut):
-    """Its item is incomplete, as the response is, where its arguments are."""
-    tokens, end = forced(cut)
+    """Its item is incomplete, as the response is, if its arguments are."""
+    tokens, end = forced_tokens(cut)
     objects = response()
     events = [*objects.opening(STARTED), *(e for t in tokens for e in objects.piece([t]))]
     events = [strict(ResponseStreamEvent, one) for one in [*events, *objects.closing(end)]]
@@ -110,8 +110,8 @@ def message():
 
 @cuts
 def test_in_a_message(cut):
-    """What is cut has the members that are complete."""
-    tokens, end = forced(cut)
+    """A cut call has its complete members."""
+    tokens, end = forced_tokens(cut)
     objects = message()
     events = [*objects.opening(STARTED), *(e for t in tokens for e in objects.piece([t]))]
     snapshot, pieces, buffers = None, [], {}

@@ -1,4 +1,4 @@
-"""The service's table of metrics has a row for everything that is counted."""
+"""The service's table of metrics has a row for every counter."""
 
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.rates.rates import Rates, pairs
@@ -19,7 +19,7 @@ GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integ
 
 
 def test_every_counter_is_exported():
-    """Each counter, each gauge and each measured rate is in some row, and no row invents one."""
+    """Each counter, gauge and measured rate is in a row, and no row has an unknown one."""
     rates = Rates()
     for num_tokens in range(1, 200):
         seconds = 0.01 + num_tokens * 1e-4
@@ -29,6 +29,6 @@ def test_every_counter_is_exported():
     assert METRICS.counters() == {*COUNTERS, *GAUGES, *rates.as_dict()}
 
 
-def test_names():
+def test_names_have_the_prefix():
     """Every name says whose it is."""
     assert all(row.name.startswith(("inference_", "process_")) for row in METRICS)

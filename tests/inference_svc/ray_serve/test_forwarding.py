@@ -1,4 +1,4 @@
-"""What goes on to the service, and what comes back."""
+"""Headers and metadata between client and service."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from inference_svc.ray_serve.forwarding import (
 )
 
 
-def test_headers_go_on_each_as_often_as_it_is_there():
+def test_headers_are_forwarded_with_repetitions():
     headers = [
         (b"Host", b"balancer.example"),
         (b"Authorization", b"Bearer t"),
@@ -28,7 +28,7 @@ def test_headers_go_on_each_as_often_as_it_is_there():
     ]
 
 
-def test_headers_of_the_connection_stay():
+def test_headers_of_the_connection_are_not_forwarded():
     headers = [
         (b"Connection", b"keep-alive, X-Own"),
         (b"Keep-Alive", b"timeout=5"),
@@ -40,12 +40,12 @@ def test_headers_of_the_connection_stay():
     assert forwarded_headers(headers) == [("X-Other", "2")]
 
 
-def test_what_proxies_say_themselves_is_not_said_twice():
+def test_headers_of_proxies_are_not_repeated():
     headers = [(b"Server", b"inference-svc"), (b"Date", b"now"), (b"X-Session-Id", b"s-1")]
     assert response_headers(headers) == [("X-Session-Id", "s-1")]
 
 
-def test_metadata_go_on_but_for_grpcs_and_rays():
+def test_metadata_are_forwarded_except_grpcs_and_rays():
     metadata = [
         ("user-agent", "grpc-python"),
         ("grpc-accept-encoding", "gzip"),
@@ -61,6 +61,6 @@ def test_metadata_go_on_but_for_grpcs_and_rays():
 
 @pytest.mark.parametrize("name", ["x-session-id", "X-Session-Id", "X_SESSION_ID"])
 @pytest.mark.parametrize("key", ["x-session-id", "x_session_id"])
-def test_a_session_is_read_as_ray_reads_it(name, key):
+def test_a_session_is_read_in_rays_way(name, key):
     assert header_of({"x-other": "a", name: "ann"}, key) == "ann"
     assert header_of({"x-other": "a"}, key) == ""

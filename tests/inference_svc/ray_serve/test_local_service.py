@@ -1,4 +1,4 @@
-"""The service that a replica stands before: its address, whose it is, and when it is not there."""
+"""The service of a replica: its address, its owner, and its absence."""
 
 import asyncio
 
@@ -26,15 +26,15 @@ from tests.inference_processes import InferenceProcess
         ({"socket": "unix:/a", "http": "http://a:1"}, "http = 'http://a:1' is not an address"),
     ],
 )
-def test_addresses_that_are_none(given, told):
+def test_invalid_addresses(given, told):
     with pytest.raises(ServiceError) as refused:
         ServiceAddress.from_dict(given)
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_each_replica_has_a_service_of_its_own(tmp_path):
-    """The first that nobody has; one that is given up can be had again."""
+def test_each_replica_has_its_own_service(tmp_path):
+    """The first free one; one that is given up can be used again."""
     services = [ServiceAddress(f"unix:{tmp_path}/{name}.sock") for name in ("a", "b")]
     (first, held), (second, also_held) = claim_one(services), claim_one(services)
     with held, also_held:
@@ -52,7 +52,7 @@ def test_services_have_to_be_named():
         claim_one([])
 
 
-async def test_a_service_that_is_not_there(tmp_path):
+async def test_a_missing_service(tmp_path):
     service = LocalService(ServiceAddress(f"unix:{tmp_path}/none.sock"), most_sessions=4)
     service.sessions.record_use("ann", 5)
     try:
@@ -67,8 +67,8 @@ async def test_a_service_that_is_not_there(tmp_path):
         await service.close()
 
 
-async def test_a_service_that_is_waited_for(tiny_model, tmp_path, caplog):
-    """Why is said once; who waits no longer says it, too."""
+async def test_waiting_for_a_service(tiny_model, tmp_path, caplog):
+    """The reason is logged once; a caller that stops waiting gets it, too."""
     process = InferenceProcess(tiny_model, tmp_path)
     service = LocalService(ServiceAddress(process.address), most_sessions=4)
     try:
@@ -84,8 +84,8 @@ async def test_a_service_that_is_waited_for(tiny_model, tmp_path, caplog):
         await process.stop()
 
 
-async def test_a_service_that_is_there(tiny_model, tmp_path):
-    """It says how many turns it computes at once, and takes some."""
+async def test_a_running_service(tiny_model, tmp_path):
+    """It has the number of turns that it computes at once, and accepts some."""
     async with InferenceProcess(tiny_model, tmp_path, flags=["--max-running", "3"]) as process:
         service = LocalService(ServiceAddress(process.address), most_sessions=4)
         try:

@@ -1,4 +1,4 @@
-"""What Ray's proxies run of ours: with Ray's own gRPC server, and no cluster."""
+"""Our code in Ray's proxies: with Ray's own gRPC server, without a cluster."""
 
 import grpc
 import pytest
@@ -19,7 +19,7 @@ TOKEN = pb.TurnEvent(accepted=pb.Accepted(turn=3))
 
 
 def answering(num_events):
-    """A factory as a proxy has one: a stream of some events, which then fails."""
+    """Return a handler factory as a proxy has one: a stream of some events, which then fails."""
 
     def make(service_method, streaming_type):
         async def stream(_request, context):
@@ -42,7 +42,7 @@ def answering(num_events):
 
 
 async def answers_of(num_events):
-    """What a client gets of a proxy: events of a turn and the error, a model, another error."""
+    """Return what a client gets from a proxy: events and the error, a model, another error."""
     server = gRPCGenericServer(answering(num_events))
     add_inference(inference_pb2_grpc.InferenceServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -63,8 +63,8 @@ async def answers_of(num_events):
 
 
 @pytest.mark.parametrize("num_events", [0, 2])
-async def test_errors_are_as_the_service_words_them(num_events):
-    """Before the first event and later: code, text and metadata, and no event that nobody sent."""
+async def test_errors_have_the_services_words(num_events):
+    """Before the first event and later: code, text and metadata, and no invented event."""
     events, failed, model, missed = await answers_of(num_events)
     assert events == [TOKEN] * num_events
     assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -84,7 +84,7 @@ async def test_errors_are_as_the_service_words_them(num_events):
     ],
 )
 async def test_sessions_that_agents_name(headers, named):
-    """Ray finds one name, in the header that it reads; nothing is taken away."""
+    """Ray finds one name, in the header that it reads; no header is removed."""
     (middleware,) = validate_http_proxy_callback_return(http_middlewares())
     assert middleware.cls is SessionHeaderMiddleware
     seen = []
@@ -99,7 +99,7 @@ async def test_sessions_that_agents_name(headers, named):
     assert names == ([named] if named else [])
 
 
-async def test_what_is_no_request_passes():
+async def test_other_messages_pass():
     seen = []
 
     async def app(scope, _receive, _send):

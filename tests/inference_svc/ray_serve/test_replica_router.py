@@ -1,4 +1,4 @@
-"""Ray's router with ours inside: Ray's own classes, and no cluster."""
+"""Ray's router with ours inside: Ray's own classes, without a cluster."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ SESSIONS = [f"session-{number}" for number in range(60)]
 
 
 class Replica(RunningReplica):
-    """A replica that says of itself what a controller would; no actor is behind it."""
+    """A replica that reports what a controller would; there is no actor behind it."""
 
     def __init__(self, info):
         self._replica_info = info
@@ -41,13 +41,13 @@ class Replica(RunningReplica):
 
 
 def request_of(number, session="", method="SubmitTurn", tried=()):
-    """A call as Ray's routers have it."""
+    """Make a call as Ray's routers get it."""
     metadata = RequestMetadata(number, number, call_method=method, session_id=session)
     return PendingRequest([], {"tried": tried} if tried else {}, metadata)
 
 
 class Replicas:
-    """Ray's ids of replicas, which change, and the servers before which they stand."""
+    """Replicas with Ray's ids, which change, and their servers."""
 
     def __init__(self):
         self.router = SessionReplicaRouter(
@@ -61,7 +61,7 @@ class Replicas:
         self._requests = count()
 
     def run(self, reports, *, most=100):
-        """Tell the router of new replicas, by (server, report)."""
+        """Give the router new replicas, by (server, report)."""
         self.number += 1
         self.router._update_running_replicas(
             [
@@ -84,7 +84,7 @@ class Replicas:
         return replica.replica_metadata["server"], replica, request
 
     def end(self, replica, request):
-        """The call is over."""
+        """End the call."""
         self.router.on_request_completed(replica.replica_id, request.metadata.internal_request_id)
 
 
@@ -98,22 +98,22 @@ async def replicas():
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-async def placed(replicas, sessions=SESSIONS):
+async def place(replicas, sessions=SESSIONS):
     return [(await replicas.send(session))[0] for session in sessions]
 
 
-async def test_a_session_has_its_server_by_the_servers_names(replicas):
-    """Not by Ray's ids: replicas that are started again have the sessions that they had."""
+async def test_servers_are_chosen_by_their_names(replicas):
+    """Not by Ray's ids: restarted replicas have their old sessions."""
     ring = HashRing(SERVERS)
     replicas.run([(server, None) for server in SERVERS])
-    before = await placed(replicas)
+    before = await place(replicas)
     assert before == [next(ring.owners(session)) for session in SESSIONS]
     other = Replicas()
     other.run([(server, None) for server in reversed(SERVERS)])
-    assert await placed(other) == before
+    assert await place(other) == before
 
 
-async def test_who_reports_a_session_gets_its_turns(replicas):
+async def test_a_server_that_reports_a_session_gets_its_turns(replicas):
     holder = [*HashRing(SERVERS).owners("ann")][-1]
     replicas.run(
         [
@@ -124,14 +124,14 @@ async def test_who_reports_a_session_gets_its_turns(replicas):
     assert (await replicas.send("ann"))[0] == holder
 
 
-async def test_who_drains_gets_nothing_new(replicas):
+async def test_a_draining_server_gets_no_new_sessions(replicas):
     own = next(HashRing(SERVERS).owners("ann"))
     replicas.run([(server, ServerReport(takes_turns=server != own)) for server in SERVERS])
     assert (await replicas.send("ann"))[0] != own
-    assert own not in await placed(replicas)
+    assert own not in await place(replicas)
 
 
-async def test_a_replica_that_is_full_is_passed_over(replicas):
+async def test_a_full_replica_is_skipped(replicas):
     """By Ray's count; the next one is the session's next server."""
     own, second, _ = HashRing(SERVERS).owners("ann")
     replicas.run([(server, None) for server in SERVERS], most=1)
@@ -142,8 +142,8 @@ async def test_a_replica_that_is_full_is_passed_over(replicas):
     assert (await replicas.send("ann"))[0] == second
 
 
-async def test_a_server_that_has_refused_a_request_is_not_asked_again(replicas):
-    """The session's next one is; from then on it has the session."""
+async def test_a_server_that_refused_a_request_is_not_asked_again(replicas):
+    """The session's next one is, and has the session from then on."""
     own, second, third = HashRing(SERVERS).owners("ann")
     replicas.run([(server, None) for server in SERVERS])
     assert (await replicas.send("ann", "answer", tried=(own,)))[0] == second
@@ -152,17 +152,17 @@ async def test_a_server_that_has_refused_a_request_is_not_asked_again(replicas):
     assert (await replicas.send("ann", "answer", tried=SERVERS))[0] == second
 
 
-async def test_a_replica_that_died_is_known_no_more(replicas):
+async def test_a_dead_replica_is_forgotten(replicas):
     replicas.run([(server, None) for server in SERVERS])
     own, replica, request = await replicas.send("ann")
     replicas.router.on_replica_actor_died(replica.replica_id)
     replicas.end(replica, request)
     assert (await replicas.send("ann"))[0] != own
-    assert own not in await placed(replicas)
+    assert own not in await place(replicas)
 
 
-async def test_calls_without_a_session_go_where_least_is_under_way(replicas):
-    """Turns that are over count no more; what is no turn never did."""
+async def test_calls_without_a_session_go_to_the_least_loaded_server(replicas):
+    """Ended turns do not count, nor do other calls."""
     replicas.run([(server, None) for server in SERVERS])
     turns = [await replicas.send("") for _ in range(9)]
     assert set(Counter(server for server, _, _ in turns).values()) == {3}
@@ -175,8 +175,8 @@ async def test_calls_without_a_session_go_where_least_is_under_way(replicas):
     assert [(await replicas.send(""))[0] for _ in range(3)] == [left] * 3
 
 
-async def test_turns_that_come_at_once_do_not_all_go_to_one_server(replicas):
-    """Each counts from when it is chosen, and no more if its client goes before it is sent."""
+async def test_simultaneous_turns_are_spread(replicas):
+    """Each counts from its choice, until its client disconnects before it is sent."""
     replicas.run([(server, None) for server in SERVERS])
     requests = [request_of(f"at-once-{number}") for number in range(6)]
     ranks = [await replicas.router.choose_replicas([], request) for request in requests]
@@ -191,8 +191,8 @@ async def test_turns_that_come_at_once_do_not_all_go_to_one_server(replicas):
     assert len(replicas.router._under_way) == 6
 
 
-async def test_a_turn_counts_where_it_went(replicas):
-    """The first choice was full; chosen a second time it counts once."""
+async def test_a_turn_counts_at_its_final_server(replicas):
+    """The first choice was full; chosen twice it counts once."""
     replicas.run([(server, None) for server in SERVERS])
     request = request_of("full", "ann")
     (own,), (second,) = await replicas.router.choose_replicas([], request)
@@ -207,8 +207,8 @@ async def test_a_turn_counts_where_it_went(replicas):
     assert (await replicas.send("ann"))[0] == second.replica_metadata["server"]
 
 
-async def test_news_of_one_replica_is_no_news_of_others(replicas):
-    """What was sent since a server's last report still counts when another one's comes."""
+async def test_a_report_covers_its_own_server_only(replicas):
+    """Calls since another server's last report still count."""
     idle = ServerReport(num_places=1, turn_s=5.0)
     replicas.run([(server, idle) for server in SERVERS])
     busy = {(await replicas.send(""))[0] for _ in range(2)}

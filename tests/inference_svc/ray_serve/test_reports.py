@@ -1,4 +1,4 @@
-"""What replicas tell routers: as values that Ray carries, from what services say of themselves."""
+"""Replicas' reports to routers: plain values, from their services' statistics."""
 
 import json
 
@@ -31,18 +31,18 @@ REPORT = ServerReport(
 )
 
 
-def test_a_report_comes_back_from_its_stats():
+def test_a_report_round_trips():
     assert report_from(stats_of(REPORT)) == REPORT
     assert set(map(type, stats_of(REPORT).values())) <= {int, float, bool, dict}
     json.dumps(stats_of(REPORT))
 
 
-def test_stats_of_other_versions_are_read_as_far_as_they_go():
+def test_reports_of_other_versions_are_read_in_part():
     assert report_from({}) == ServerReport()
     assert report_from({"num_turns": 4, "colour": "red"}) == ServerReport(num_turns=4)
 
 
-def test_what_a_service_says_of_itself():
+def test_a_report_is_made_from_a_services_statistics():
     model = pb.Model(
         running_turns=2,
         waiting_turns=5,
@@ -64,12 +64,12 @@ def test_what_a_service_says_of_itself():
     assert ended_turns(model) == 10
 
 
-def test_a_service_that_has_measured_nothing_is_idle():
+def test_a_service_without_measurements_is_idle():
     assert report_of(pb.Model(), PlaceTimes(), {}, takes_turns=True) == ServerReport()
     assert ended_turns(pb.Model()) == 0
 
 
-def test_tokens_of_a_session_behind_its_turn():
+def test_a_sessions_tokens_after_its_turn():
     usage = pb.Usage(history_tokens=100, new_tokens=20, output_tokens=10, compressed_tokens=40)
     assert held_tokens(usage) == 90
     assert held_tokens(pb.Usage(compressed_tokens=5)) == 0
@@ -79,8 +79,8 @@ def test_tokens_of_a_session_behind_its_turn():
 
 
 @given(st.integers(1, 8), st.floats(0.5, 5.0), st.floats(0.5, 5.0))
-def test_turns_of_one_length_are_found_out(running, turn_s, every_s):
-    """So many run all the time, each as long: what is seen now and then says how long."""
+def test_the_duration_of_equal_turns_is_found(running, turn_s, every_s):
+    """So many run all the time, each equally long: periodic samples give the duration."""
     times = PlaceTimes()
     for number in range(int(5 * HALF_LIFE_S / every_s)):
         now_s = number * every_s
@@ -89,7 +89,7 @@ def test_turns_of_one_length_are_found_out(running, turn_s, every_s):
     assert times.starts_per_s == pytest.approx(running / turn_s, rel=0.15)
 
 
-def test_nothing_is_known_before_a_turn_has_ended():
+def test_before_the_first_end_the_duration_is_unknown():
     times = PlaceTimes()
     assert times.turn_s == 0.0
     times.record(0.0, 2, 0)
@@ -99,14 +99,14 @@ def test_nothing_is_known_before_a_turn_has_ended():
     assert times.turn_s == pytest.approx(3.0, rel=0.1)
 
 
-def test_a_service_that_was_started_again_counts_anew():
+def test_a_restarted_service_starts_new_counts():
     times = PlaceTimes()
     times.record(0.0, 1, 100)
     times.record(4.0, 1, 2)
     assert times.turn_s == pytest.approx(2.0)
 
 
-def test_what_is_long_ago_counts_less():
+def test_older_samples_count_less():
     times = PlaceTimes()
     for number in range(100):
         times.record(number * 10.0, 1, number)  # 10 s each
@@ -118,7 +118,7 @@ def test_what_is_long_ago_counts_less():
 # ---------------------------------------------------------------------------------------- sessions
 
 
-def test_the_longest_unused_session_is_forgotten():
+def test_the_least_recently_used_session_is_forgotten():
     sessions = RecentSessions(2)
     sessions.record_use("ann", 10)
     sessions.record_use("bob", 20)

@@ -1,4 +1,4 @@
-"""A replica before a real service, called as Ray calls it."""
+"""A replica in front of a real service, called as Ray calls it."""
 
 import hashlib
 
@@ -23,7 +23,7 @@ TOKEN = "token-of-acme-0123456789abcdef"  # noqa: S105  # test data
 
 
 class Context:
-    """What Ray gives with a call of gRPC."""
+    """Ray's context of a gRPC call."""
 
     def __init__(self, *metadata):
         self._metadata = metadata
@@ -57,7 +57,7 @@ async def replica(process, tmp_path):
 
 
 def request_of(method, path, query=b"", headers=(), body=b"", root_path=""):
-    """A request as Ray's replica makes one."""
+    """Make a request as Ray's replica does."""
 
     async def receive():
         return {"type": "http.request", "body": body, "more_body": False}
@@ -75,21 +75,21 @@ def request_of(method, path, query=b"", headers=(), body=b"", root_path=""):
 
 
 async def body_of(response):
-    """All of a response's body, streamed or not."""
+    """Return a response's body, streamed or not."""
     if hasattr(response, "body_iterator"):
         return b"".join([part async for part in response.body_iterator])
     return response.body
 
 
-def test_every_rpc_is_passed_on():
-    """A stream where the service has one; both take Ray's context."""
+def test_every_rpc_is_forwarded():
+    """A stream where the service has one; both get Ray's context."""
     for method in SERVICE.methods:
         found = getattr(SessionServer, method.name)
         assert "grpc_context" in found.__code__.co_varnames
         assert bool(found.__code__.co_flags & 0x200) == method.server_streaming
 
 
-async def test_a_turn_and_what_is_told_of_it(replica):
+async def test_a_turn_and_its_report(replica):
     request = pb.SubmitTurnRequest(session_id="ann", text="Once upon a time")
     request.sampling.max_tokens = 4
     request.sampling.ignore_eos = True
@@ -106,7 +106,7 @@ async def test_a_turn_and_what_is_told_of_it(replica):
 
 
 async def test_errors_have_their_metadata(replica):
-    """Of a single answer, and of a stream; nothing but the status is to reach the client."""
+    """Of a single answer, and of a stream; only the status reaches the client otherwise."""
     context = Context()
     found = await replica.GetSession(pb.GetSessionRequest(session_id="nobody"), context)
     assert isinstance(found, NoMessage)
@@ -121,7 +121,7 @@ async def test_errors_have_their_metadata(replica):
 
 
 async def test_a_request_and_its_answer(replica):
-    """The path as it was written, without the prefix of the application."""
+    """The path is unchanged, except for the application's prefix."""
     response = await replica(request_of("GET", "/ca/v1/models/no%2Fbody", root_path="/ca"))
     assert response.status_code == 404
     assert b"no/body" in await body_of(response)
@@ -141,8 +141,8 @@ async def test_a_request_and_its_answer(replica):
     assert report.sessions[name_hash("bob")] > 0
 
 
-async def test_a_service_that_goes(replica, process):
-    """What comes then is to be sent again; Ray hears of it."""
+async def test_a_service_that_ends(replica, process):
+    """Later requests are to be retried; Ray is told."""
     await replica.check_health()
     await process.stop()
     with pytest.raises(RuntimeError, match="no inference service is running at"):
@@ -156,7 +156,7 @@ async def test_a_service_that_goes(replica, process):
     assert context.code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_replica_that_finds_no_service_leaves_it_to_the_next(tmp_path):
+async def test_a_replica_without_a_service_leaves_it_to_the_next(tmp_path):
     services = [{"socket": f"unix:{tmp_path}/none.sock"}]
     replicas = [SessionServer(services, wait_s=0.0)]
     try:
@@ -170,8 +170,8 @@ async def test_a_replica_that_finds_no_service_leaves_it_to_the_next(tmp_path):
             await replica.close()
 
 
-async def test_clients_that_are_known_by_their_tokens(tiny_model, tmp_path):
-    """At ports, the service asks each caller for an account; its socket asks nobody."""
+async def test_clients_with_tokens(tiny_model, tmp_path):
+    """At ports, the service needs each caller's account; its socket needs none."""
     grpc_port, http_port = free_ports(2)
     settings = tmp_path / "inference-svc.toml"
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()

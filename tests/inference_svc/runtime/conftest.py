@@ -77,7 +77,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
-# name -> (config class, arguments on top of SIZES; ... : without this one)
+# name -> (config class, arguments added to SIZES; ... : without this one)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -220,7 +220,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
         },
     ),
-    "llama4-ragged": (  # queries are not scaled by position, else it counts by its own cache
+    "llama4-ragged": (  # queries are not scaled by position, otherwise it counts by its own cache
         "Llama4TextConfig",
         {
             "attention_chunk_size": 16,
@@ -264,7 +264,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v32": (
         "DeepseekV32Config",
-        # Fewer heads score 0 for several keys at a time, of which any may be chosen.
+        # With fewer heads several keys have score 0, any of which may be chosen.
         {**LATENT, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 4},
     ),
 }
@@ -281,7 +281,7 @@ class Tiny:
     pool: KVPool
 
     def new_kv(self, capacity_tokens):
-        """Lend an empty sequence KV; nobody gives it back, the pool makes do."""
+        """Lend an empty sequence KV; it is never returned, the pool is large enough."""
         return self.pool.new_kv(capacity_tokens)
 
     def new_buffer(self, capacity_tokens, first_token=0):
@@ -296,13 +296,13 @@ class Tiny:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Compute on one thread: the machine is shared, and results do not depend on its load."""
+    """Compute on one thread: the machine is shared, and results must not depend on its load."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def build(one_thread):
-    """Return a function that builds a random model by name, not calibrated."""
+    """Return a function that builds a random model by name, uncalibrated."""
 
     def build_by_name(name, **overrides):
         class_name, arguments = CONFIGS[name]
@@ -313,7 +313,7 @@ def build(one_thread):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
-                # Weights larger than usual: else tiny models hardly see their context.
+                # Weights larger than usual: otherwise tiny models hardly use their context.
                 parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
         return model
 
@@ -322,7 +322,7 @@ def build(one_thread):
 
 @pytest.fixture(scope="session")
 def tiny(build):
-    """Return a function that gives a calibrated model by name, the same object each time.
+    """Return a function that gives a calibrated model by name, always the same object.
 
     `has_windows`: of layers with a window no more is stored and loaded than they attend to.
     `overrides`: of the model's configuration.
@@ -374,7 +374,7 @@ def graph_runner(tiny):
 
 @dataclass(frozen=True)
 class Rows:
-    """A block and a span at once."""
+    """A block and a span in one object."""
 
     slot_id: int
     token_offset: int
@@ -383,7 +383,7 @@ class Rows:
 
 
 class PlainArena:
-    """Slots in anonymous memory, full of rubbish at first."""
+    """Slots in anonymous memory, filled with garbage at first."""
 
     def __init__(self, slot_bytes, num_slots):
         self.slot_bytes = slot_bytes

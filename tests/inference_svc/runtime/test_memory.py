@@ -1,4 +1,4 @@
-"""The heap is where a step's tensors are made: not in pieces that are mapped one by one."""
+"""A step's tensors are allocated in the heap, and not in separate mappings."""
 
 import ctypes
 import platform
@@ -48,24 +48,24 @@ IS_GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 @pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
-def test_whether_freed_memory_is_kept_is_said(monkeypatch):
-    """Other C libraries have no such function, and no such habit."""
+def test_whether_freed_memory_is_kept_is_reported(monkeypatch):
+    """Other C libraries lack the function, and the problem."""
     assert keep_freed_memory()
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
     assert not keep_freed_memory()
 
 
 @pytest.mark.skipif(not IS_GLIBC, reason="this C library has no such setting")
-def test_large_tensors_are_made_in_the_heap():
-    """A process that has just begun maps what is large apart, and unmaps it when it is freed."""
+def test_large_tensors_are_allocated_in_the_heap():
+    """By default a process maps large tensors separately, and unmaps them when they are freed."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_scratch_is_made_anew_only_if_it_is_too_small():
-    """Each use may take all of it, and has the shape that was asked for."""
+def test_scratch_is_reallocated_only_if_it_is_too_small():
+    """Each use may take all of it, with the requested shape."""
     scratch = ThreadScratch(torch.device("cpu"), torch.float32)
     first = scratch.take(3, 4)
     assert (first.shape, first.dtype, first.is_inference()) == ((3, 4), torch.float32, False)
@@ -77,8 +77,8 @@ def test_scratch_is_made_anew_only_if_it_is_too_small():
 
 
 @pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel cannot allocate pages beforehand")
-def test_pages_are_allocated_step_by_step(monkeypatch):
-    """All of them, or as many steps as there were before it was stopped."""
+def test_pages_are_allocated_in_steps(monkeypatch):
+    """All of them, or as many steps as there were before the stop."""
     monkeypatch.setattr(memory, "POPULATE_STEP_BYTES", HUGE_PAGE_BYTES)
     region = allocate_region(5 * HUGE_PAGE_BYTES // 8, torch.device("cpu"), torch.float32)
     assert populate(region, lambda: False) == 5 * HUGE_PAGE_BYTES // 2
@@ -87,7 +87,7 @@ def test_pages_are_allocated_step_by_step(monkeypatch):
 
 
 def flags_at(address):
-    """What the kernel says of the mapping that has an address."""
+    """Return the kernel's description of the mapping at an address."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         name, *rest = line.split()
@@ -99,8 +99,8 @@ def flags_at(address):
     return set()
 
 
-def test_regions_are_of_large_pages_and_in_no_core_dump():
-    """Conversations are nobody's business who looks into a crash."""
+def test_regions_have_large_pages_and_are_in_no_core_dump():
+    """Conversations must not be in crash dumps."""
     region = allocate_region(3 * HUGE_PAGE_BYTES // 4, torch.device("cpu"), torch.float32)
     flags = flags_at(region.data_ptr())
     assert "dd" in flags

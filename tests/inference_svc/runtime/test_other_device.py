@@ -1,4 +1,4 @@
-"""Re-embedding where the KV lies on another device than the host's memory: every table lies there.
+"""Re-embedding of KV on another device: every table has to be on that device.
 
 The device is a stand-in that computes on the CPU and refuses tensors of two devices, as a GPU does
 (tests/other_device.py); so results are those of the CPU, bit for bit.
@@ -15,17 +15,18 @@ from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
 from inference_svc.runtime.transfer.compaction import Compaction
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
-from tests.inference_svc.runtime.kv.test_own_layers import described, held
-from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
+from tests.inference_svc.runtime.kv.test_own_layers import describe_layer, make_layer
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefill, tokens
 from tests.other_device import CPU, OTHER, other_device, to_cpu
 from tests.ropes import DIM, halves, interleaved, partial, permuting, scattered
 
 NUM_TOKENS = 40
-KEPT = ((2, 3), (4, 20), (24, 40))  # short gaps, of which rows are picked, and a run that moves
+# short gaps, across which rows are gathered, and a run that moves
+KEPT = ((2, 3), (4, 20), (24, 40))
 
 
 def _there(rope):
-    """A model's embedding whose own tables lie on the other device."""
+    """Put a model's own tables on the other device."""
 
     def embed(keys, positions):
         assert keys.device == positions.device == OTHER
@@ -35,7 +36,7 @@ def _there(rope):
 
 
 def _tables(rotary):
-    """The same tables on the other device."""
+    """Put the same tables on the other device."""
     return RotaryTable(
         _there(rotary._rope),
         rotary.pairing,
@@ -58,8 +59,8 @@ def _calibration_there(calibration):
     return replace(calibration, layers=tuple(layers))
 
 
-def test_the_stand_in_refuses_what_a_gpu_refuses():
-    """Tensors of two devices do not meet, but for copies; results stay where they are made."""
+def test_the_stand_in_refuses_mixed_devices():
+    """Tensors of two devices can only be copied; results stay on their device."""
     with other_device():
         there = torch.arange(3.0).to(OTHER)
         with pytest.raises(RuntimeError, match="two devices"):
@@ -73,7 +74,7 @@ def test_the_stand_in_refuses_what_a_gpu_refuses():
 
 @pytest.mark.parametrize("rope", [halves, interleaved, permuting, partial, scattered])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_are_turned_back_and_moved_on_their_device(rope, dtype):
+def test_keys_are_unrotated_and_moved_on_their_device(rope, dtype):
     """By slices and by gathers, in the model's dtype and wider."""
     here = RotaryTable(
         rope,
@@ -98,11 +99,11 @@ def test_keys_are_turned_back_and_moved_on_their_device(rope, dtype):
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere2"])
-def test_loaded_and_shifted_rows_are_those_of_the_cpu(tiny, make_arena, rows, name):
-    """A history from kvd's memory into the device's, and what is left of it after a discard."""
+def test_loaded_and_shifted_rows_equal_those_of_the_cpu(tiny, make_arena, rows, name):
+    """A history from kvd's memory into the device's, and its rest after a discard."""
     model = tiny(name)
     arena_kv = make_arena(model.calibration.layout)[1]
-    _, buffer = prefilled(model, tokens(3, NUM_TOKENS))
+    _, buffer = prefill(model, tokens(3, NUM_TOKENS))
     spans = blocks_of(rows, (2, 0, 1), NUM_TOKENS, 16)
     store_blocks(buffer, arena_kv, spans, model.calibration)
 
@@ -111,7 +112,7 @@ def test_loaded_and_shifted_rows_are_those_of_the_cpu(tiny, make_arena, rows, na
         shapes = [layer.shape for layer in calibration.layers]
         kv = KVPool(shapes, 256, device=device, dtype=torch.float32).new_kv(64)
         for layer_index in range(len(calibration.layers)):
-            # Without inference mode, in which subclasses of tensors have no views.
+            # Without inference mode, where subclasses of tensors have no views.
             LayerLoader.load.__wrapped__(LayerLoader(kv, arena_kv, spans, calibration), layer_index)
         loaded = [to_cpu(rows)[:, :, :NUM_TOKENS].clone() for rows in (*kv.keys, *kv.values)]
         Compaction(kv, KEPT, calibration).run()
@@ -122,12 +123,12 @@ def test_loaded_and_shifted_rows_are_those_of_the_cpu(tiny, make_arena, rows, na
     assert all(starmap(torch.equal, zip(found, work(model.calibration, CPU), strict=True)))
 
 
-def test_what_a_models_own_cache_keeps_lies_on_its_device():
-    """Taken apart, and put together again."""
-    own, layer = described(4), held(4, 23)
+def test_a_models_own_cache_stays_on_its_device():
+    """It is taken apart, and restored."""
+    own, layer = describe_layer(4), make_layer(4, 23)
     expected = torch.cat(list(own.rows(layer, 0, 23)), 1)
     with other_device():
-        there, again = held(4, 23), held(4, 0, fresh=True)
+        there, again = make_layer(4, 23), make_layer(4, 0, fresh=True)
         there.window = there.values = there.window.to(OTHER)
         for parts in (there.entries, there.buffer):
             parts["of"] = parts["of"].to(OTHER)

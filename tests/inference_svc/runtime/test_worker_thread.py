@@ -1,4 +1,4 @@
-"""Calls on a thread: to their ends, whoever waits, and none after it is closed."""
+"""Calls on a thread run to their ends, whether awaited or not, and none after it is closed."""
 
 import asyncio
 import gc
@@ -16,8 +16,8 @@ def thread():
     made.close()
 
 
-async def test_calls_are_run_in_order_on_the_thread(thread):
-    """With their arguments; what they return or raise is the caller's."""
+async def test_calls_run_in_order_on_the_thread(thread):
+    """With their arguments; results and exceptions are the caller's."""
     seen = []
 
     def call(number, *, name):
@@ -31,8 +31,8 @@ async def test_calls_are_run_in_order_on_the_thread(thread):
         await thread.run(divmod, 1, 0)
 
 
-def test_a_call_that_is_begun_runs_meanwhile(thread):
-    """Whoever began it waits for it later."""
+def test_a_call_runs_while_its_caller_continues(thread):
+    """The caller waits for it later."""
     may_end = threading.Event()
     begun = thread.submit(may_end.wait)
     assert not begun.done()
@@ -43,9 +43,9 @@ def test_a_call_that_is_begun_runs_meanwhile(thread):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_caller_that_is_cancelled_waits_for_its_call(thread, fails):
-    """What the call uses may be released then; whatever it raised is nobody's concern."""
-    gc.freeze()  # only what this test leaves is of interest: a pass over all takes a second
+async def test_a_cancelled_caller_waits_for_its_call(thread, fails):
+    """Memory that the call uses may be freed then; its exception is dropped."""
+    gc.freeze()  # only garbage of this test matters: a full collection takes a second
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
     has_begun, may_end, is_over = (threading.Event() for _ in range(3))
@@ -72,8 +72,8 @@ async def test_a_caller_that_is_cancelled_waits_for_its_call(thread, fails):
     assert not complaints
 
 
-async def test_what_is_queued_when_it_is_closed_is_dropped(thread):
-    """What runs is waited for."""
+async def test_queued_calls_are_dropped_at_the_end(thread):
+    """A running one is waited for."""
     has_begun, may_end = threading.Event(), threading.Event()
 
     def call():

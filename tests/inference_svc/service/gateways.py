@@ -16,7 +16,7 @@ async def gateway_of(model, directory, most_streams=2):
 
 
 def gateway_to(service, name, most_streams=2):
-    """The way in to a service that runs, whose model has this fingerprint."""
+    """Make a gateway to a running service, whose model has this fingerprint."""
     report = TurnReport(service.histograms)
     streams, counters = StreamCounts(most_streams), service.counters
     return Gateway(

@@ -1,4 +1,4 @@
-"""The one way in: whose turns are taken, as which tenant, and what is left of the others."""
+"""The gateway: whose turns are accepted, for which tenant, and what refused ones leave."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from shared.access.identity import Identity, TenantDeniedError
 from shared.types.session_key import InvalidNameError, SessionKey
 from tests.inference_svc.service.gateways import gateway_of
 from tests.memory_engine import loaded_model
-from tests.turn_service import asked
+from tests.turn_service import make_turn
 
 ANN = Identity("ann", "token", ("acme", "globex"), frozenset({"client"}))
 NEW = TurnNames("", "", "r")
@@ -24,15 +24,15 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-def made(key, _defaults):
-    """What a front makes of a session's key."""
-    return replace(asked([5, 6, 7], max_tokens=2, request_id="r"), key=key)
+def build_for(key, _defaults):
+    """Return what an API builds for a session's key."""
+    return replace(make_turn([5, 6, 7], max_tokens=2, request_id="r"), key=key)
 
 
-async def test_a_turn_is_followed_by_its_client(model, tmp_path):
-    """As its own tenant, in a session that gets a name; then its place is free again."""
+async def test_a_client_follows_its_turn(model, tmp_path):
+    """Under its own tenant, in a session that gets a name; then its place is free again."""
     async with gateway_of(model, tmp_path) as gateway:
-        stream = await gateway.submit(ANN, NEW, made)
+        stream = await gateway.submit(ANN, NEW, build_for)
         events = [event async for event in stream.events]
         await stream.wait_ended()
         stream.leave()
@@ -45,8 +45,8 @@ async def test_a_turn_is_followed_by_its_client(model, tmp_path):
         assert not gateway.streams._held
 
 
-async def test_what_else_is_kept_of_a_session_goes_with_it(model, tmp_path):
-    """Whoever keeps it is called before the client is told; not for a session that stays."""
+async def test_other_facts_of_a_session_are_deleted_with_it(model, tmp_path):
+    """Before the client is answered; not for a session that stays."""
     forgotten = []
 
     async def forget(key):
@@ -54,7 +54,7 @@ async def test_what_else_is_kept_of_a_session_goes_with_it(model, tmp_path):
 
     async with gateway_of(model, tmp_path) as gateway:
         gateway.on_deletion.append(forget)
-        stream = await gateway.submit(ANN, NEW._replace(session_id="s"), made)
+        stream = await gateway.submit(ANN, NEW._replace(session_id="s"), build_for)
         key = gateway.key(ANN, "acme", "s")
         with pytest.raises(SessionBusyError):
             await gateway.delete_session(key)
@@ -68,11 +68,11 @@ async def test_what_else_is_kept_of_a_session_goes_with_it(model, tmp_path):
         assert forgotten == [key]
 
 
-async def test_whoever_leaves_last_cancels(model, tmp_path):
-    """Two clients' requests with one id are one turn; the first that leaves disturbs nobody."""
+async def test_the_last_client_that_leaves_cancels(model, tmp_path):
+    """Two requests with one id are one turn; the first that leaves does not affect it."""
 
     def long(key, _defaults):
-        return replace(asked([5, 6], max_tokens=100, request_id="r"), key=key)
+        return replace(make_turn([5, 6], max_tokens=100, request_id="r"), key=key)
 
     async with gateway_of(model, tmp_path) as gateway:
         names = NEW._replace(session_id="s")
@@ -97,8 +97,8 @@ async def test_whoever_leaves_last_cancels(model, tmp_path):
         (TurnNames("acme", "s", ""), EmptyTurnError),
     ],
 )
-async def test_what_is_refused_is_counted_once_and_holds_nothing(model, tmp_path, names, error):
-    """Also what a front finds out while it makes the submission."""
+async def test_a_refusal_is_counted_once_and_occupies_nothing(model, tmp_path, names, error):
+    """Also an API's own error while it builds the submission."""
 
     def refuse(_key, _defaults):
         raise empty_turn()
@@ -110,7 +110,7 @@ async def test_what_is_refused_is_counted_once_and_holds_nothing(model, tmp_path
         assert list(gateway._report.histograms.refused.counts.values()) == [1]
 
 
-async def test_a_session_is_the_tenants_that_is_named(model, tmp_path):
+async def test_a_session_belongs_to_the_named_tenant(model, tmp_path):
     """Or the caller's first; an invalid name is refused before its identity is checked."""
     async with gateway_of(model, tmp_path) as gateway:
         assert gateway.key(ANN, "", "s") == SessionKey("acme", "m", "s")

@@ -1,4 +1,4 @@
-"""Listening sockets: taken over, replaced when stale, and never in place of a file."""
+"""Listening sockets: adopted, replaced when stale, and never in place of a file."""
 
 import socket
 from pathlib import Path
@@ -11,7 +11,7 @@ from inference_svc.service.listening import prepare_sockets
 
 
 def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(short_dir):
-    """Only a socket that nobody serves may be removed."""
+    """Only a socket without a server may be removed."""
     path = short_dir / "s"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
@@ -24,7 +24,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(short_dir):
 
 
 def test_a_socket_far_from_any_directory_is_refused(short_dir):
-    """One directory is made for it, and logged; a path that is wrong from the start is not."""
+    """One directory is created for it, and logged; a path that cannot exist is refused."""
     with pytest.raises(ListenError, match="there is no directory") as refused:
         prepare_sockets([f"unix:{short_dir}/a/b/s"])
     assert f"mkdir -p -m 700 {short_dir}/a/b" in str(refused.value)
@@ -37,8 +37,8 @@ def test_a_socket_far_from_any_directory_is_refused(short_dir):
     assert (short_dir / "a").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_file_in_the_way_is_not_removed(short_dir):
-    """It is not ours."""
+def test_a_file_in_the_sockets_place_is_not_removed(short_dir):
+    """It belongs to somebody else."""
     path = Path(short_dir / "s")
     path.write_text("precious")
     with pytest.raises(ListenError):

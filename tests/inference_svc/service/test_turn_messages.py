@@ -71,15 +71,15 @@ def decode(rpc_left_s=None, **fields):
     return decode_submission(pb.SubmitTurnRequest(**fields), KEY, DEFAULTS, rpc_left_s)
 
 
-def test_unset_sampling_is_greedy_with_the_services_bound():
-    """Only what the client set differs from the defaults."""
+def test_the_default_sampling_is_greedy():
+    """With the service's limit; only what the client set differs."""
     sampling = decode(text="Hi").sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 1.0, 64)
     assert decode(text="Hi", sampling=pb.Sampling(seed=0)).sampling.seed == 0
 
 
 def test_every_change_of_logits_reaches_the_turn():
-    """As it was sent."""
+    """Unchanged."""
     sampling = decode(text="Hi", sampling=pb.Sampling(**CHANGES)).sampling
     assert {name: getattr(sampling, name) for name in CHANGES} == CHANGES
 
@@ -96,8 +96,8 @@ def test_the_digest_covers_every_change_of_logits(name):
     assert len({first, changed, without}) == 3
 
 
-def test_a_bias_has_no_order():
-    """Its digest is the same however a client has sent it."""
+def test_the_order_of_biases_does_not_matter():
+    """The digest is the same."""
     one, other = (dict.fromkeys(ids, 1.0) for ids in ((5, 300), (300, 5)))
     digests = [decode(text="Hi", sampling=pb.Sampling(logit_bias=b)).digest for b in (one, other)]
     assert digests[0] == digests[1]
@@ -116,7 +116,7 @@ def test_an_unset_seed_is_drawn():
         ({"tokens": pb.TokenIds(ids=[1, 2])}, TokenInput((1, 2))),
     ],
 )
-def test_each_kind_of_input(fields, expected):
+def test_each_kind_of_input_is_decoded(fields, expected):
     """Text, chat messages or token ids."""
     assert decode(**fields).input == expected
 
@@ -132,20 +132,20 @@ def test_each_kind_of_input(fields, expected):
     ],
 )
 def test_an_empty_turn_is_refused(fields):
-    """Whatever way it is empty."""
+    """In whichever way it is empty."""
     with pytest.raises(EmptyTurnError):
         decode(**fields)
 
 
-def test_bad_sampling_is_refused_before_anything_runs():
+def test_invalid_sampling_is_refused_before_anything_runs():
     """With all problems in one error."""
     with pytest.raises(InvalidSamplingError, match=r"top_p 3.*max_tokens 0"):
         decode(text="Hi", sampling=pb.Sampling(top_p=3, max_tokens=0))
 
 
 @pytest.mark.parametrize("priority", [-100, 0, 100])
-def test_priorities(priority):
-    """Within their bounds they are taken as they are; 0 is the default."""
+def test_priorities_are_decoded(priority):
+    """Within their bounds they do not change; 0 is the default."""
     assert decode(text="Hi", priority=priority).priority == priority
 
 
@@ -174,14 +174,14 @@ def test_fields_out_of_range_are_refused(fields, said):
     assert decode(text="Hi", request_id="é" * 256).request_id == "é" * 256
 
 
-def test_a_prediction_is_a_text():
-    """Whatever it says; most turns have none."""
+def test_a_prediction_is_decoded():
+    """Any text; most turns have none."""
     assert decode(text="Hi", prediction="<|end|> Hello").prediction == "<|end|> Hello"
     assert decode(text="Hi").prediction == ""
 
 
-def test_retentions():
-    """Within their bounds they are taken as they are; none is the default."""
+def test_retentions_are_decoded():
+    """Within their bounds they do not change; there is none by default."""
     assert decode(text="Hi").retention == NO_RETENTION
     given = pb.Retention(session_s=0.5, prefix_s=MAX_RETENTION_S)
     assert decode(text="Hi", retention=given).retention == Retention(0.5, MAX_RETENTION_S)
@@ -206,8 +206,8 @@ def test_retentions():
         (0.0, 1e300, None),
     ],
 )
-def test_the_earlier_deadline_wins(deadline_s, rpc_left_s, expected_s):
-    """That of the turn or that of its RPC, from the turn's arrival; a far one is none."""
+def test_the_earlier_deadline_applies(deadline_s, rpc_left_s, expected_s):
+    """The turn's, or its RPC's, from the turn's arrival; a far one is none."""
     submission = decode(rpc_left_s, text="Hi", deadline_s=deadline_s)
     if expected_s is None:
         assert submission.deadline_ns is None
@@ -216,7 +216,7 @@ def test_the_earlier_deadline_wins(deadline_s, rpc_left_s, expected_s):
 
 
 def test_the_digest_covers_input_and_sampling_only():
-    """A repeat may wait, hurry, or expect another turn; it may not ask for something else."""
+    """A repeat may have another wait, deadline or expected turn, but no other input."""
     first = decode(text="Hi", request_id="r").digest
     assert first == decode(text="Hi", request_id="q", wait=True, expected_turn=2).digest
     assert first == decode(text="Hi", priority=3, deadline_s=1.0, rpc_left_s=2.0).digest
@@ -228,7 +228,7 @@ def test_the_digest_covers_input_and_sampling_only():
 
 
 def test_events_are_encoded_field_by_field():
-    """What the runtime publishes is what the client reads."""
+    """Clients read what the runtime publishes."""
     accepted = encode_event(Accepted("s", 3, "r", 2, is_replayed=True)).accepted
     assert (accepted.turn, accepted.queue_length, accepted.replayed) == (3, 2, True)
     started = encode_event(Started(10, 8, 0.5, 3)).started
@@ -253,14 +253,14 @@ def test_events_are_encoded_field_by_field():
     assert (finished.usage.kept_tokens, finished.usage.healed_tokens) == (5, 2)
 
 
-def test_a_token_without_logprob_says_so():
+def test_a_token_without_logprob_is_distinguished_from_zero():
     """Absent is not zero."""
     (encoded,) = encode_event(Tokens((AnswerToken(7, "a"),))).tokens.tokens
     assert not encoded.HasField("logprob")
 
 
-def test_what_a_turn_says_of_overflow_and_compression_goes_before_the_settings():
-    """Fields that are set override, one by one."""
+def test_a_turns_overflow_and_compression_override_the_settings():
+    """Each set field separately."""
     plain = decode(text="Hi")
     assert plain.overflow == DEFAULTS.overflow
     assert (plain.compression.name, plain.compression.keep_ratio) == ("snapkv", 0.75)
@@ -285,14 +285,14 @@ def test_what_a_turn_says_of_overflow_and_compression_goes_before_the_settings()
         ({"compression": pb.Compression(keep_ratio=2.0)}, InvalidCompressionError, "2"),
     ],
 )
-def test_policies_that_cannot_be_are_refused(fields, error, word):
+def test_invalid_policies_are_refused(fields, error, word):
     """The message names the value."""
     with pytest.raises(error, match=word):
         decode(text="Hi", **fields)
 
 
-def test_a_session_shows_what_it_lost_and_kept():
-    """Counts always, tokens, discards and grafts with its turns."""
+def test_a_session_shows_its_discards_and_grafts():
+    """Counts always; tokens, discards and grafts only with its turns."""
     lost = (Discard(((0, 1),), after_tokens=3),)
     graft = Graft(1, 2, "other", 7, 3, Lineage(b"x" * 16, 1))
     turn = TurnRecord(
@@ -316,8 +316,8 @@ def test_a_session_shows_what_it_lost_and_kept():
     ]
 
 
-def test_a_discard_is_ranges_and_positions():
-    """And what the client believes; what it does not say is not checked."""
+def test_a_discard_has_ranges_and_positions():
+    """And the client's expectation; what it omits is not checked."""
     request = pb.DiscardRequest(
         ranges=[pb.TokenRange(start=3, end=5)], positions=[7], expected_context_tokens=0
     )
@@ -327,7 +327,7 @@ def test_a_discard_is_ranges_and_positions():
 
 
 def test_a_discard_of_very_many_positions_is_refused():
-    """Before anything is built of them."""
+    """Before they are expanded."""
     most = pb.DiscardRequest(positions=range(MAX_DISCARD_ITEMS))
     assert len(decode_discard(most)[0]) == MAX_DISCARD_ITEMS
     most.ranges.add(start=1, end=2)
@@ -336,8 +336,8 @@ def test_a_discard_of_very_many_positions_is_refused():
     assert "send ranges" in refused.value.remedy
 
 
-def test_what_a_chat_says_to_the_template():
-    """Arguments, the answer's beginning, and who says a message: of no turn that has none."""
+def test_template_arguments_of_a_chat():
+    """Arguments, the answer's beginning, and names in messages: only turns with them."""
     asked = pb.ChatMessage(role="user", content="Hello", name="Ann")
     chat = pb.ChatMessages(messages=[asked], template_arguments='{"style": [1]}', beginning="Well")
     told = decode(chat=chat)
@@ -362,8 +362,8 @@ def test_what_a_chat_says_to_the_template():
         ),
     ],
 )
-def test_what_cannot_be_said_to_the_template(chat, said):
-    """As by HTTP."""
+def test_invalid_template_arguments(chat, said):
+    """As over HTTP."""
     given = {"messages": HELLO.messages, **chat}
     with pytest.raises(InvalidTurnError, match=said):
         decode(chat=pb.ChatMessages(**given))

@@ -1,4 +1,4 @@
-"""The longest calls are measured over sessions that are really there, and really go."""
+"""The longest calls are measured over real sessions with real consequences."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from shared.types.units import NS_PER_S
 NUM_SESSIONS, NUM_BLOCKS = 600, 3
 
 
-def test_every_call_does_what_it_is_measured_for(tmp_path):
+def test_every_measured_call_takes_effect(tmp_path):
     """All sessions are restored, some give way to new ones, and all expire; each call took time."""
     (tmp_path / "index").mkdir(mode=0o700)
     fill_index(tmp_path / "index", NUM_SESSIONS, NUM_BLOCKS)
@@ -30,8 +30,8 @@ def test_every_call_does_what_it_is_measured_for(tmp_path):
     assert run.engine.inspection.stats().num_sessions == 5  # the new ones
 
 
-def test_a_quota_that_begins_holds_for_all_sessions(tmp_path):
-    """Those that were there before it are counted and ordered as those that come."""
+def test_a_new_quota_applies_to_all_sessions(tmp_path):
+    """Sessions from before it are counted and ordered like new ones."""
     (tmp_path / "index").mkdir(mode=0o700)
     fill_index(tmp_path / "index", 50, NUM_BLOCKS)
     options = BenchOptions(tmp_path, scale=replace(QUICK, session_counts=(1, 2, 50)))

@@ -1,4 +1,4 @@
-"""Latencies of caches that take turns."""
+"""Latencies of caches that are measured in alternating rounds."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from kvd.bench.figures import Rounds
 
 def _two_rounds() -> Rounds:
     rounds = Rounds("core")
-    for small, large in ((1e-6, 2e-6), (3e-6, 6e-6)):  # the machine slows down: the ratio does not
+    # the machine slows down: the ratio does not change
+    for small, large in ((1e-6, 2e-6), (3e-6, 6e-6)):
         rounds.begin(("load",), 10)["load"] += [small] * 3
         rounds.begin(("load",), 200)["load"] += [large] * 3
     return rounds
@@ -22,7 +23,7 @@ def test_latencies_are_taken_over_all_rounds():
     assert found[0].p50_us == pytest.approx(2.0)
 
 
-def test_growth_does_not_see_a_machine_that_slows_down_between_rounds():
+def test_growth_ignores_a_machine_that_slows_down_between_rounds():
     (found,) = _two_rounds().growths(10, 200)
     assert found.ratio.low == pytest.approx(2.0)
     assert found.ratio.high == pytest.approx(2.0)

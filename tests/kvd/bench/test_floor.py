@@ -1,4 +1,4 @@
-"""The floors move the bytes that they say they move."""
+"""The floors move the bytes that they claim to move."""
 
 import errno
 
@@ -21,7 +21,7 @@ def new_floor(directory, num_extents=NUM_BLOCKS):
     )
 
 
-def test_what_the_floor_wrote_it_reads_back(tmp_path):
+def test_the_floor_reads_what_it_wrote(tmp_path):
     written = Buffer(NUM_BLOCKS, BLOCK_BYTES)
     for index in range(NUM_BLOCKS):
         written.block(index)[:4] = index.to_bytes(4, "little")
@@ -46,7 +46,7 @@ def test_the_floor_leaves_no_file(tmp_path):
     assert not list((tmp_path / "floor").iterdir())
 
 
-def test_a_file_cut_short_is_an_error_and_no_figure(tmp_path):
+def test_a_truncated_file_is_an_error(tmp_path):
     floor = new_floor(tmp_path / "floor")
     floor.open()
     try:

@@ -1,4 +1,4 @@
-"""Scales and layouts."""
+"""Scales and layouts of the bench."""
 
 import pytest
 
@@ -18,13 +18,13 @@ from shared.types.units import GIB
 
 
 @pytest.mark.parametrize("layout", [*DATA_LAYOUTS, SMALL_LAYOUT])
-def test_layouts_can_be_attached_with(layout):
-    """kvd takes them from a message, as engines send them."""
+def test_engines_can_attach_with_the_layouts(layout):
+    """kvd decodes them from a message, as engines send them."""
     sent = kvd_pb2.KVLayout.FromString(layout_message(layout).SerializeToString())
     assert layout_of(sent) == layout
 
 
-def test_a_layout_has_the_slices_asked_for():
+def test_a_layout_has_the_requested_slices():
     layout = layout_with(1 << 20, 3)
     assert [layout.slice_bytes(index) for index in range(3)] == [1 << 20] * 3
     assert layout.block_bytes == 3 << 20
@@ -49,8 +49,8 @@ def test_a_scale_never_grows():
     assert fitted(QUICK, 1024 * GIB, 1024 * GIB) == QUICK
 
 
-def test_the_fullest_index_is_as_large_as_asked_for():
-    """Nothing else changes, and no index is fuller than the fullest."""
+def test_the_fullest_index_has_the_requested_size():
+    """Nothing else changes, and no index is fuller."""
     assert resized(FULL, None, None) == FULL
     large = resized(FULL, 1_000_000, 4)
     assert (large.session_counts, large.blocks_per_session) == ((10, 10_000, 1_000_000), 4)

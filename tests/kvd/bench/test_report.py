@@ -1,4 +1,4 @@
-"""The document that scripts read, and the tables that people read."""
+"""The document for scripts, and the tables for people."""
 
 import json
 from dataclasses import replace
@@ -132,7 +132,7 @@ def test_the_tables_show_every_part():
         ),
     ],
 )
-def test_a_figure_beyond_its_bound_misses_its_goal_and_no_other(report, what):
+def test_a_figure_beyond_its_bound_misses_its_goal_only(report, what):
     assert all(goal.met for goal in goals_of(REPORT))
     missed = [goal.what for goal in goals_of(report) if not goal.met]
     assert len(missed) == 1

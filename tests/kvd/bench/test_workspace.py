@@ -1,4 +1,4 @@
-"""The bench's directories: room is checked before, nothing is left after."""
+"""The bench's directories: room is checked before a run, nothing is left after it."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from shared.measuring.workspace import NoRoomError, check_memory
 def test_everything_is_removed_when_a_run_is_interrupted(tmp_path):
     used: list[Workspace] = []
     with pytest.raises(KeyboardInterrupt):
-        _interrupted(tmp_path, used)
+        _interrupt(tmp_path, used)
     assert not list(tmp_path.iterdir())
     assert not used[0].runtime.exists()
 
 
-def _interrupted(directory: Path, used: list[Workspace]) -> None:
+def _interrupt(directory: Path, used: list[Workspace]) -> None:
     with workspace(directory, 1) as work:
         (work.state / "volume").write_bytes(b"x")
         (work.runtime / "log").write_bytes(b"x")
@@ -24,13 +24,13 @@ def _interrupted(directory: Path, used: list[Workspace]) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path):
+def test_a_disk_without_room_is_refused_before_any_file_is_made(tmp_path):
     with pytest.raises(NoRoomError, match="--directory"), workspace(tmp_path, 1 << 60):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_that_is_not_there_is_refused():
+def test_missing_memory_is_refused():
     with pytest.raises(NoRoomError, match="--quick"):
         check_memory(1 << 60, "the bench", "measure less with --quick")
 

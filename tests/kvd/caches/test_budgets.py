@@ -1,4 +1,4 @@
-"""Which arenas of an earlier kvd are of a size that the settings ask for."""
+"""Which arenas of an earlier kvd have a size that the settings allow."""
 
 import pytest
 
@@ -23,18 +23,18 @@ def fits(tmp_path, num_slots, taken=0, page=SECTOR, extra=0, **dram):
 
 
 @pytest.mark.parametrize(("num_slots", "fit"), [(19, False), (20, True), (21, False)])
-def test_without_a_bound_it_must_have_its_size(tmp_path, num_slots, fit):
+def test_without_a_bound_an_arena_must_have_the_configured_size(tmp_path, num_slots, fit):
     """A changed dram.bytes takes effect at the next start."""
     assert fits(tmp_path, num_slots, bytes=20 * BLOCK + 5) == fit
 
 
-def test_auto_takes_any(tmp_path):
-    """What is available changes from start to start."""
+def test_auto_accepts_any_size(tmp_path):
+    """The available memory changes from start to start."""
     assert fits(tmp_path, 3)
 
 
 def test_huge_pages_are_rounded_up(tmp_path):
-    """The memory is longer than the slots by less than a page, which may be more than a slot."""
+    """The memory exceeds the slots by less than a page, which may be more than a slot."""
     rounded = {"page": HUGE, "extra": HUGE - BLOCK, "bytes": 20 * BLOCK}
     assert fits(tmp_path, 20, **rounded)
     assert fits(tmp_path, 20, total_bytes=20 * BLOCK, **rounded)
@@ -45,14 +45,14 @@ def test_huge_pages_are_rounded_up(tmp_path):
     ("num_slots", "taken", "fit"),
     [(20, 0, True), (10, 20, True), (11, 20, False), (10, 0, True), (21, 0, False)],
 )
-def test_with_a_bound_on_all_it_may_be_smaller(tmp_path, num_slots, taken, fit):
+def test_with_a_total_bound_an_arena_may_be_smaller(tmp_path, num_slots, taken, fit):
     """It was made when others had taken the rest; a bound that was lowered takes effect."""
     bounds = {"bytes": 20 * BLOCK, "total_bytes": 30 * BLOCK}
     assert fits(tmp_path, num_slots, taken, **bounds) == fit
 
 
 def test_ssd_is_measured_again(tmp_path):
-    """What is in use of another disk, which is mounted now, is in the budget."""
+    """The usage of another disk, which is mounted now, counts in the budget."""
     settings = Settings(runtime_dir=tmp_path, state_dir=tmp_path)
     budgets = Budgets(settings, tmp_path / "volumes")
     used = 4 * budgets.ssd_bytes
@@ -62,8 +62,8 @@ def test_ssd_is_measured_again(tmp_path):
     assert budgets.measure() == budgets.ssd_bytes == used
 
 
-def test_a_disk_that_cannot_be_measured_is_no_bound(tmp_path):
-    """A bound that nobody has measured would have what is stored dropped."""
+def test_a_disk_that_cannot_be_measured_sets_no_bound(tmp_path):
+    """A guessed bound would evict stored sessions."""
     (tmp_path / "volumes" / "layout").mkdir(parents=True)
     segment = tmp_path / "volumes" / "layout" / "00000.segment"
     segment.symlink_to(segment)  # looking at it fails

@@ -1,4 +1,4 @@
-"""Layouts that take and give up their part of DRAM, inside one process."""
+"""Layouts that take and release their part of DRAM, inside one process."""
 
 import asyncio
 import sqlite3
@@ -10,14 +10,14 @@ import pytest
 from kvd.caches.layout_opening import VOLUMES
 from kvd.errors import LimitReachedError
 from kvd.tiers.arena import ArenaTooSmallError
-from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in, store
 from tests.synthetic_engine import small_layout
 
 LONG_NS = 4_000_000_000_000
 
 
-async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
-    """Whoever asks for it may be cancelled while the pages are still being allocated."""
+async def test_an_arena_is_released_completely_or_not_at_all(tmp_path):
+    """The caller may be cancelled while the pages are still being allocated."""
     async with caches_in(tmp_path) as caches:
         cache, arena = await caches.open(LAYOUT)
         cache._prefault = asyncio.get_running_loop().create_future()  # one that takes long
@@ -35,8 +35,8 @@ async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
         assert cache.stats().tiers[0].capacity_bytes == 0
 
 
-async def test_a_layout_that_cannot_have_an_arena_is_not_kept(tmp_path):
-    """Else it would count as one of limits.max_layouts for good."""
+async def test_a_layout_without_an_arena_is_not_kept(tmp_path):
+    """It would count towards limits.max_layouts for ever."""
     async with caches_in(tmp_path) as caches:
         await caches.open(LAYOUT)
         with pytest.raises(ArenaTooSmallError):
@@ -44,8 +44,8 @@ async def test_a_layout_that_cannot_have_an_arena_is_not_kept(tmp_path):
         assert [cache.layout for cache in caches] == [LAYOUT]
 
 
-async def test_an_action_that_cannot_be_begun_ends_the_daemon(tmp_path):
-    """Its operation would never be answered, and hold a slot for ever."""
+async def test_an_action_that_cannot_begin_ends_the_daemon(tmp_path):
+    """Its operation would never be answered, and would hold a slot for ever."""
     reported = []
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -62,7 +62,10 @@ def _fail(_event):
 
 
 async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
-    """The one opened longest ago goes, with its arena, volume and row; one with sessions stays."""
+    """The one opened longest ago is removed with its arena, volume and row.
+
+    Others have sessions.
+    """
     first, second, third = (small_layout(num_layers) for num_layers in (1, 2, 3))
     async with caches_in(tmp_path, max_layouts=2) as caches:
         for layout in (first, second):
@@ -82,8 +85,8 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
             await caches.open(second)
 
 
-async def test_an_index_that_falls_behind_is_sent_little_and_then_all(tmp_path, monkeypatch):
-    """Rows on their way stay within their bound; when it takes rows again, it gets the latest."""
+async def test_an_index_that_falls_behind_gets_few_rows_and_later_all(tmp_path, monkeypatch):
+    """Uncommitted rows stay within their bound; once it commits again, it gets the latest."""
     bound = 4096
     monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)
     async with caches_in(tmp_path) as caches:

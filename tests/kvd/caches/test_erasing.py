@@ -1,4 +1,4 @@
-"""Erasing a tenant: its sessions and its key are gone, in every tier; others lose nothing."""
+"""Erasing a tenant removes its sessions and its key from every tier; others lose nothing."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from kvd.caches.tenant_secrets import has_segments
 from kvd.core.records.actions import Emit
 from kvd.wire.events import EventFilter, EventHub
 from shared.encryption.key_file import new_key, write_key
-from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in, store
 from tests.synthetic_engine import key_of
 
 
@@ -24,8 +24,8 @@ def sessions_of(cache):
     return set(cache.act(lambda core: core.inspection.keys()))
 
 
-async def test_one_tenant_is_erased_and_another_is_not(tmp_path, key_file):
-    """The erased one may come back at once, with other keys."""
+async def test_one_tenant_is_erased_and_another_stays(tmp_path, key_file):
+    """The erased one may return at once, with other keys."""
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
@@ -45,7 +45,7 @@ async def test_one_tenant_is_erased_and_another_is_not(tmp_path, key_file):
 
 
 async def test_all_tenants_are_erased(tmp_path, key_file):
-    """None is left, in the index neither."""
+    """None is left, not even in the index."""
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
@@ -60,8 +60,8 @@ async def test_all_tenants_are_erased(tmp_path, key_file):
         assert caches.secrets.keys.tenants == ()
 
 
-async def test_what_happened_to_its_sessions_is_forgotten(tmp_path, key_file):
-    """Events name sessions by their ids, which may be anything."""
+async def test_the_history_of_its_sessions_is_forgotten(tmp_path, key_file):
+    """Events contain session ids, which may be anything."""
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
@@ -74,8 +74,8 @@ async def test_what_happened_to_its_sessions_is_forgotten(tmp_path, key_file):
         assert [event.session.tenant for event in left if event.HasField("session")] == ["b"]
 
 
-async def test_without_a_key_there_is_nothing_to_erase_by(tmp_path):
-    """Said before anything is dropped."""
+async def test_without_a_key_erasing_is_refused(tmp_path):
+    """It is refused before any session is dropped."""
     async with caches_in(tmp_path) as caches:
         caches.restore()
         cache, _ = await caches.open(LAYOUT)
@@ -85,7 +85,7 @@ async def test_without_a_key_there_is_nothing_to_erase_by(tmp_path):
         assert sessions_of(cache) == {key}
 
 
-async def test_a_tenant_that_has_no_key_is_erased_already(tmp_path, key_file):
+async def test_a_tenant_without_a_key_counts_as_erased(tmp_path, key_file):
     """It has no block either."""
     async with caches_in(tmp_path, key_file=key_file) as caches:
         caches.restore()
@@ -95,8 +95,8 @@ async def test_a_tenant_that_has_no_key_is_erased_already(tmp_path, key_file):
         assert (erased.tenants, erased.num_sessions, erased.freed_bytes) == ((), 0, 0)
 
 
-async def test_blocks_that_may_be_plain_are_not_erased_by_one_tenant_s_key(tmp_path, key_file):
-    """Erasing all removes their segments."""
+async def test_possibly_plain_blocks_cannot_be_erased_by_one_tenants_key(tmp_path, key_file):
+    """Erasing all tenants removes their segments."""
     async with caches_in(tmp_path) as caches:
         caches.restore()
         cache, _ = await caches.open(LAYOUT)

@@ -9,11 +9,11 @@ from kvd.caches.scrubber import Scrubber
 from kvd.errors import VerifyRunningError
 from tests.kvd.core.turns import ONES, TWOS, A, B, new_world, store
 
-FAST = 1 << 40  # bytes a second: no pause
+FAST = 1 << 40  # bytes per second: no pause
 
 
 class WorldCache:
-    """A cache over a CacheWorld: its operations end when somebody waits for a change."""
+    """A cache over a CacheWorld: its operations end when a caller waits for a change."""
 
     def __init__(self):
         self.world = new_world()
@@ -39,7 +39,7 @@ async def _run(scrubber, *caches, repair=False):
 
 
 async def test_all_copies_of_all_caches_are_counted():
-    """Both tiers of each cache are in the sum; only the last progress is done."""
+    """The sum has both tiers of each cache; only the last progress message is done."""
     *early, last = await _run(Scrubber(FAST), WorldCache(), WorldCache())
     assert (last.report.dram_blocks, last.report.ssd_blocks, last.num_copies) == (4, 4, 8)
     assert last.done
@@ -48,7 +48,7 @@ async def test_all_copies_of_all_caches_are_counted():
 
 
 async def test_corruption_is_reported_and_repaired():
-    """A damaged extent is found, and with repair written again."""
+    """A damaged extent is found, and rewritten with repair."""
     cache = WorldCache()
     cache.world.damage_extent(next(iter(cache.world.extents)))
     found = (await _run(Scrubber(FAST), cache))[-1].report
@@ -60,7 +60,7 @@ async def test_corruption_is_reported_and_repaired():
 
 
 async def test_a_second_run_is_refused_until_the_first_ends():
-    """While a run is under way there is no other; one that is given up makes room at once."""
+    """While a run is active there is no other; one that is given up makes room at once."""
     scrubber, cache = Scrubber(1), WorldCache()
     async with aclosing(scrubber.run([cache], repair=False)) as run:
         await anext(run)
@@ -74,7 +74,7 @@ async def test_a_second_run_is_refused_until_the_first_ends():
 
 
 async def test_a_cancelled_caller_ends_its_run():
-    """Cancelled while it waits for its pace, a run leaves the core as if it were over."""
+    """Cancelled while it waits for its pace, a run leaves the core as if it had ended."""
     scrubber, cache = Scrubber(1), WorldCache()
     begun = asyncio.Event()
 

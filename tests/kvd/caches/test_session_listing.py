@@ -6,14 +6,14 @@ from kvd.caches.session_listing import SessionLister
 from kvd.core.inspection.listing import ListingRequest
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError
-from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in, store
 from tests.synthetic_engine import small_layout
 
 ALL = ListingRequest()
 
 
 async def pages_of(lister, request, limit, token=""):
-    """The session ids of all pages from a token on."""
+    """Return the session ids of all pages from a token on."""
     pages = []
     while True:
         page = await lister.page(request, token, limit)
@@ -24,7 +24,7 @@ async def pages_of(lister, request, limit, token=""):
 
 
 async def test_pages_follow_each_other_over_all_layouts(tmp_path):
-    """Every session is on one page, in the order of its last use; the total is on each."""
+    """Every session is on one page, by its last use; each page has the total."""
     async with caches_in(tmp_path) as caches:
         lister = SessionLister(caches)
         assert await pages_of(lister, ALL, 10) == [[]]
@@ -38,8 +38,8 @@ async def test_pages_follow_each_other_over_all_layouts(tmp_path):
         assert await pages_of(lister, backwards, 10) == [["e", "d", "c", "b", "a"]]
 
 
-async def test_sessions_are_chosen_before_they_are_counted(tmp_path):
-    """By filter and model; the total is of what is meant."""
+async def test_sessions_are_filtered_before_they_are_counted(tmp_path):
+    """By filter and model; the total is that of the selected ones."""
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
         for number, name in enumerate(("chat-1", "chat-2", "job-1")):
@@ -51,8 +51,8 @@ async def test_sessions_are_chosen_before_they_are_counted(tmp_path):
         assert await pages_of(lister, ListingRequest(model="nobody"), 10) == [[]]
 
 
-async def test_a_session_that_goes_between_two_pages_is_not_listed(tmp_path):
-    """The page is filled with those behind it, and not with more than it may have."""
+async def test_a_session_dropped_between_two_pages_is_not_listed(tmp_path):
+    """The page is filled with those behind it, up to its size."""
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
         keys = [store(cache, name, number) for number, name in enumerate("abcdef")]
@@ -62,8 +62,8 @@ async def test_a_session_that_goes_between_two_pages_is_not_listed(tmp_path):
         assert await pages_of(lister, ALL, 2, page.next_page_token) == [["c", "d"], ["e", "f"]]
 
 
-async def test_a_listing_that_is_gone_goes_on_behind_its_last_session(tmp_path):
-    """Another lister, as after a restart, has never seen the token."""
+async def test_a_listing_continues_behind_its_last_session_after_a_restart(tmp_path):
+    """Another lister has never seen the token."""
     async with caches_in(tmp_path) as caches:
         cache, _ = await caches.open(LAYOUT)
         for number, name in enumerate("abcd"):
@@ -74,8 +74,8 @@ async def test_a_listing_that_is_gone_goes_on_behind_its_last_session(tmp_path):
 
 
 @pytest.mark.parametrize("token", ["x", "1/2/3", "1/0/bytes/5/layout/a/m/s"])
-async def test_a_token_is_of_this_listing(tmp_path, token):
-    """One that cannot be, or of another order, is refused."""
+async def test_a_token_belongs_to_its_listing(tmp_path, token):
+    """An impossible token, or one of another order, is refused."""
     async with caches_in(tmp_path) as caches:
         by_idle = ListingRequest(order=SessionOrder.IDLE)
         with pytest.raises(InvalidRequestError, match="start with the first page"):

@@ -1,4 +1,4 @@
-"""Tenants' salts and keys: kept by the index, wrapped by the key file's, and opened by no other."""
+"""Tenants' salts and keys: kept in the index, wrapped with the key file's key."""
 
 import json
 import threading
@@ -48,7 +48,7 @@ def key_in(path):
 
 @contextmanager
 def secrets_in(directory, key_file="", *, enabled=True):
-    """Secrets as a start finds them; the index is closed at the end, so that all is committed."""
+    """Open secrets as a start does; close the index at the end, so that all is committed."""
     manifest = Manifest(directory / "manifest.db", directory / VOLUMES, NoFaults())
     manifest.open()
     try:
@@ -59,7 +59,7 @@ def secrets_in(directory, key_file="", *, enabled=True):
         manifest.close()
 
 
-def test_salts_are_made_once_and_kept(directory):
+def test_salts_are_created_once_and_kept(directory):
     """A tenant's block keys are the same after a restart; two tenants share none."""
     with secrets_in(directory) as secrets:
         salts = [secrets.salt_of(tenant, MANY) for tenant in ("a", "b", "a")]
@@ -71,7 +71,7 @@ def test_salts_are_made_once_and_kept(directory):
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_tenants_are_bounded_and_known_ones_always_have_room(directory, key_file, is_encrypted):
-    """Whoever may name tenants must not fill the index with them."""
+    """Callers that may name tenants must not fill the index with them."""
     with secrets_in(directory, key_file if is_encrypted else "") as secrets:
         first = secrets.salt_of("a", 1)
         with pytest.raises(LimitReachedError, match="max_tenants"):
@@ -79,8 +79,8 @@ def test_tenants_are_bounded_and_known_ones_always_have_room(directory, key_file
         assert secrets.salt_of("a", 1) == first
 
 
-def test_a_key_takes_over_the_salts_that_were_in_plain(directory, key_file):
-    """Sessions that are stored are found on; no plain salt is left."""
+def test_plain_salts_are_adopted_with_a_key(directory, key_file):
+    """Stored sessions are still found; no plain salt is left."""
     with secrets_in(directory) as secrets:
         salt = secrets.salt_of("a", MANY)
     with secrets_in(directory, key_file) as secrets:
@@ -89,8 +89,8 @@ def test_a_key_takes_over_the_salts_that_were_in_plain(directory, key_file):
     assert salt not in b"".join(path.read_bytes() for path in directory.glob("manifest.db*"))
 
 
-def test_without_its_key_nothing_is_opened(directory, key_file, tmp_path):
-    """Neither with none, nor with another one; both leave the index as it is."""
+def test_without_its_key_no_secret_opens(directory, key_file, tmp_path):
+    """Neither without one nor with another one; both leave the index as it is."""
     with secrets_in(directory, key_file) as secrets:
         salt = secrets.salt_of("a", MANY)
     with pytest.raises(KeyNeededError), secrets_in(directory):
@@ -102,7 +102,7 @@ def test_without_its_key_nothing_is_opened(directory, key_file, tmp_path):
 
 
 def test_a_new_directory_has_no_plain_blocks_and_an_older_one_may(directory, key_file):
-    """A segment from a time without a key is told from what is sealed by nothing but this note."""
+    """Only this note says whether a segment may be from a time without a key."""
     with secrets_in(directory, key_file) as secrets:
         assert not secrets.info().may_have_plain
     segment = directory / VOLUMES / "layout" / "000000.segment"
@@ -121,8 +121,8 @@ def test_a_new_directory_has_no_plain_blocks_and_an_older_one_may(directory, key
         assert not secrets.info().may_have_plain
 
 
-def test_a_dropped_tenant_gets_another_salt_and_key(directory, key_file):
-    """Once that is committed, its old ones are nowhere."""
+def test_a_dropped_tenant_gets_a_new_salt_and_key(directory, key_file):
+    """Once that is committed, the old ones exist nowhere."""
     with secrets_in(directory, key_file) as secrets:
         salt, key = secrets.salt_of("a", MANY), secrets.keys.key_of("a")
         kept = secrets.salt_of("b", MANY)
@@ -135,7 +135,7 @@ def test_a_dropped_tenant_gets_another_salt_and_key(directory, key_file):
 
 
 def test_another_key_file_wraps_the_same_secrets(directory, key_file, tmp_path):
-    """Blocks that are sealed stay what they are; the old key opens nothing any more."""
+    """Sealed blocks stay as they are; the old key opens nothing."""
     with secrets_in(directory, key_file) as secrets:
         salts = {tenant: secrets.salt_of(tenant, MANY) for tenant in ("a", "b")}
         before = secrets.keys.fingerprint
@@ -148,8 +148,8 @@ def test_another_key_file_wraps_the_same_secrets(directory, key_file, tmp_path):
         pass
 
 
-def test_a_rotation_from_a_wrong_key_does_nothing(directory, key_file, tmp_path):
-    """Nor does one where there is no index."""
+def test_a_rotation_with_a_wrong_key_does_nothing(directory, key_file, tmp_path):
+    """Nor does one without an index."""
     with secrets_in(directory, key_file) as secrets:
         salt = secrets.salt_of("a", MANY)
     other, new = key_in(tmp_path / "other"), key_in(tmp_path / "new")
@@ -172,8 +172,8 @@ def rotate(directory, before, after):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "k"}', "null"])
-def test_a_damaged_note_says_nothing(text):
-    """There may be plain blocks then, and no key is known."""
+def test_a_damaged_note_is_ignored(text):
+    """Plain blocks are possible then, and no key is known."""
     assert EncryptionNote.read(text) == EncryptionNote("", has_plain=True)
     note = EncryptionNote("k" * 32, has_plain=False)
     assert EncryptionNote.read(note.text()) == note

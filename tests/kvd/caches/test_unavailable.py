@@ -1,4 +1,4 @@
-"""Layouts that cannot be opened: kept, tried again with growing pauses, and reported once."""
+"""Layouts that cannot be opened: kept, retried with growing pauses, and reported once."""
 
 import os
 
@@ -46,21 +46,21 @@ def test_a_layout_is_unavailable_until_an_attempt_succeeds(layouts, events):
     assert events[0].fields == {"layout": "ab12", "why": "no disk"}
 
 
-def test_a_reason_is_reported_once_and_another_one_again(layouts, events):
-    """Operators are told what is news."""
+def test_a_reason_is_reported_once_and_a_new_one_again(layouts, events):
+    """Operators are told of changes only."""
     layout = layout_of("ab12")
     for why in ("no disk", "no disk", "no permission"):
         layouts.attempt(layout, failing(why))
     assert [event.fields["why"] for event in events] == ["no disk", "no permission"]
 
 
-def test_a_layout_that_opens_at_once_is_no_news(layouts, events):
+def test_a_layout_that_opens_at_once_is_not_reported(layouts, events):
     """It was never unavailable."""
     assert layouts.attempt(layout_of("ab12"), lambda: None)
     assert not events
 
 
-def test_a_bug_is_no_reason_to_try_again(layouts):
+def test_a_bug_is_not_retried(layouts):
     """It ends the daemon instead."""
 
     def restore():
@@ -72,7 +72,7 @@ def test_a_bug_is_no_reason_to_try_again(layouts):
 
 
 def test_pauses_grow_up_to_a_bound():
-    """Each is twice the one before; a slow attempt is followed by ten times its own time."""
+    """Each is twice the previous one; a slow attempt is followed by ten times its own time."""
     layout = layout_of("ab12")
     pauses = []
     for _ in range(9):
@@ -84,8 +84,8 @@ def test_pauses_grow_up_to_a_bound():
     assert layout.since_s == 100.0, "the first time that it failed"
 
 
-def test_an_engine_is_told_when_to_come_again():
-    """Not before an attempt would be made."""
+def test_an_engine_gets_a_time_to_retry_at():
+    """It is the time of the next attempt."""
     layout = layout_of("ab12" * 8)
     layout.record_failure("no disk", 100.0, 105.0)
     error = layout.error(110.0)
@@ -94,8 +94,8 @@ def test_an_engine_is_told_when_to_come_again():
     assert "kvd reopen ab12ab12ab12" in error.remedy
 
 
-def test_only_what_is_due_is_tried(layouts):
-    """The pause of one is not that of another."""
+def test_only_due_layouts_are_retried(layouts):
+    """Each layout has its own pause."""
     soon, later = layout_of("aa"), layout_of("bb")
     for layout in (soon, later):
         layouts.attempt(layout, failing("no disk"))
@@ -103,8 +103,8 @@ def test_only_what_is_due_is_tried(layouts):
     assert layouts.due() == [soon]
 
 
-def test_a_layout_is_named_by_how_its_fingerprint_begins(layouts):
-    """By enough of it to mean one."""
+def test_a_layout_is_named_by_a_fingerprint_prefix(layouts):
+    """The prefix must be unambiguous."""
     first, second = layout_of("aa11"), layout_of("aa22")
     for layout in (first, second):
         layouts.attempt(layout, failing("no disk"))
@@ -119,7 +119,7 @@ def test_a_layout_is_named_by_how_its_fingerprint_begins(layouts):
 
 
 def test_its_memory_is_left_to_the_next_kvd(layouts):
-    """The descriptors are closed, once; nothing is removed."""
+    """The descriptors are closed, once; no arena is removed."""
     slots_fd, journal_fd = os.memfd_create("slots"), os.memfd_create("journal")
     kept = KeptArena("aa", "file", slots_fd, journal_fd)
     layout = UnavailableLayout(LayoutRow("aa", b"", 8), kept)

@@ -1,4 +1,4 @@
-"""What may come next on a command line of kvd's."""
+"""Completion of kvd's command lines."""
 
 import shlex
 
@@ -14,7 +14,7 @@ STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 
 
 def words_after(line):
-    """Candidates behind what is typed; a blank at the end begins a new word."""
+    """Return candidates for what is typed; a blank at the end begins a new word."""
     typed = shlex.split(line) + ([""] if line.endswith(" ") else [])
     found = candidates(root_command(), typed, values_with(lambda kind, _: STORED[kind]))
     return [candidate.word for candidate in found]
@@ -44,8 +44,8 @@ def words_after(line):
         ("ls --idle ", []),
     ],
 )
-def test_what_may_come_next(line, expected):
-    """Commands, options, choices, stored ids: what fits where it stands."""
+def test_candidates_fit_their_place(line, expected):
+    """Commands, options, choices, stored ids."""
     found = words_after(line)
     if expected is None:
         assert "serve" in found
@@ -54,14 +54,14 @@ def test_what_may_come_next(line, expected):
 
 
 def test_hidden_commands_are_not_offered():
-    """What shells call is not for people; everything else is there."""
+    """The commands that shells call are hidden; all others are offered."""
     found = words_after("")
     assert "complete" not in found
     assert {"ls", "top", "config"} <= set(found)
 
 
-def test_choices_are_those_of_the_options():
-    """What completion offers is what the commands take."""
+def test_completed_choices_are_those_of_the_options():
+    """The commands accept what completion offers."""
     assert CHOICES["sort"] == tuple(SortName)
     assert CHOICES["tier"] == tuple(TierName)
     assert CHOICES["shell"] == tuple(Shell)

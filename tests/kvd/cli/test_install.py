@@ -1,4 +1,4 @@
-"""`kvd install-units`: what it puts where, and what it leaves alone."""
+"""`kvd install-units`: which files it places where, and which it does not touch."""
 
 import json
 import os
@@ -33,19 +33,19 @@ SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
 
 @pytest.fixture(autouse=True)
 def _outside_of_homes(monkeypatch):
-    """Wherever these tests are run, the program counts as one that system services can see."""
+    """Wherever these tests run, treat the program as one that system services can see."""
     monkeypatch.setattr("kvd.cli.install.HOMES", (Path("/home-of-nobody"),))
 
 
 def install(*arguments: str) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     with pytest.raises(SystemExit) as ended:
         main(["install-units", *arguments])
     return ended.value.code
 
 
 def files_in(root: Path) -> dict[str, str]:
-    """Path below root → text."""
+    """Return path below root → text."""
     return {
         str(path.relative_to(root)): path.read_text()
         for path in root.rglob("*")
@@ -54,7 +54,7 @@ def files_in(root: Path) -> dict[str, str]:
 
 
 def links_in(root: Path) -> dict[str, Path]:
-    """Path below root → where the link leads."""
+    """Return path below root → link target."""
     return {
         str(path.relative_to(root)): path.readlink()
         for path in root.rglob("*")
@@ -63,7 +63,7 @@ def links_in(root: Path) -> dict[str, Path]:
 
 
 def test_everything_is_where_systemd_looks(tmp_path):
-    """Units, users, directories, preset and settings are put below --root."""
+    """Units, users, directories, preset and settings are placed below --root."""
     assert install("--root", str(tmp_path)) == 0
     local = "usr/local/lib"
     assert set(files_in(tmp_path)) == {
@@ -92,7 +92,7 @@ def test_everything_is_where_systemd_looks(tmp_path):
 
 
 def test_commands_man_pages_and_completion_are_found_by_name(tmp_path):
-    """Links lead to this installation's programs and pages; shells get scripts of our own."""
+    """Links lead to this installation's programs and pages; shells get their own scripts."""
     install("--root", str(tmp_path))
     links = links_in(tmp_path)
     programs = {name: links.pop(f"usr/local/bin/{name}") for name in ("kvd", "inference-svc")}
@@ -110,8 +110,8 @@ def test_commands_man_pages_and_completion_are_found_by_name(tmp_path):
             assert program in Path(place).name
 
 
-def test_a_link_takes_no_other_program_s_place(tmp_path, capsys):
-    """What is no link is left, also by --remove; a link that led elsewhere leads here."""
+def test_a_link_does_not_replace_another_program(tmp_path, capsys):
+    """A plain file is kept, also by --remove; a link with another target is redirected."""
     programs = tmp_path / "usr/local/bin"
     programs.mkdir(parents=True)
     (programs / "kvd").write_text("#!/bin/sh\n")
@@ -125,7 +125,7 @@ def test_a_link_takes_no_other_program_s_place(tmp_path, capsys):
 
 
 def test_a_link_to_another_installation_is_not_removed(tmp_path):
-    """Only what this installation has put there is its own to take away."""
+    """Only what this installation has placed is removed."""
     install("--root", str(tmp_path))
     link = tmp_path / "usr/local/bin/kvd"
     link.unlink()
@@ -134,7 +134,7 @@ def test_a_link_to_another_installation_is_not_removed(tmp_path):
     assert links_in(tmp_path) == {"usr/local/bin/kvd": Path("/opt/another/bin/kvd")}
 
 
-def test_units_run_the_program_that_was_installed(tmp_path):
+def test_units_run_the_installed_program(tmp_path):
     """Every Exec line of the units names a program of this installation, or of the system."""
     install("--root", str(tmp_path))
     for name in SERVICES:
@@ -160,7 +160,7 @@ def test_installed_settings_are_the_reference_with_the_systems_users(tmp_path):
             assert expected[section][leaf] != json.loads(value)
             expected[section][leaf] = json.loads(value)
         assert installed == expected
-    # Of its users, this machine need not have any.
+    # This machine need not have its users.
     config.load(tmp_path / "etc/kvd/kvd.toml", {"access.allowed_uids": ["root"]})
     load_inference_settings(tmp_path / "etc/kvd/inference-svc.toml", {})
 
@@ -169,7 +169,7 @@ TOOLS = [shutil.which(name) for name in ("systemd-sysusers", "systemd-tmpfiles")
 
 
 @pytest.mark.skipif(None in TOOLS or os.geteuid() != 0, reason="needs root and systemd's tools")
-def test_settings_are_for_the_services_alone(tmp_path):
+def test_only_the_services_can_read_settings(tmp_path):
     """Tokens' digests and TLS keys may lie in /etc/kvd: only root and both services may enter."""
     install("--root", str(tmp_path))
     for tool in TOOLS:
@@ -189,11 +189,11 @@ def test_settings_are_for_the_services_alone(tmp_path):
     assert set(config[3].split(",")) == {"kvd", "inference"}
     for unit in ("kvd.service", "inference-svc@.service"):
         said = dict(_directives(read_shipped()[unit]))
-        assert said["ConfigurationDirectoryMode"] == "0750"  # else systemd would warn of it
+        assert said["ConfigurationDirectoryMode"] == "0750"  # otherwise systemd would warn about it
         assert "kvd-config" in said["SupplementaryGroups"].split()
 
 
-def test_every_user_and_group_that_is_named_is_made():
+def test_every_named_user_and_group_is_created():
     """Units and settings name only users and groups of the shipped sysusers file."""
     shipped = read_shipped()
     lines = [line.split() for line in shipped["cachedattention-sysusers.conf"].splitlines()]
@@ -211,8 +211,8 @@ def test_every_user_and_group_that_is_named_is_made():
     assert named <= made
 
 
-def test_a_second_time_changes_nothing(tmp_path, capsys):
-    """What is there already is left as it is, and said to be."""
+def test_a_second_run_changes_nothing(tmp_path, capsys):
+    """Existing files are kept, and reported as such."""
     install("--root", str(tmp_path))
     capsys.readouterr()
     before = files_in(tmp_path)
@@ -223,7 +223,7 @@ def test_a_second_time_changes_nothing(tmp_path, capsys):
 
 
 def test_settings_of_the_operator_are_kept(tmp_path):
-    """Changed settings stay, the shipped ones are put beside them; units are written anew."""
+    """Changed settings stay, the shipped ones are placed beside them; units are replaced."""
     install("--root", str(tmp_path))
     settings = tmp_path / "etc/kvd/kvd.toml"
     shipped = settings.read_text()
@@ -236,8 +236,8 @@ def test_settings_of_the_operator_are_kept(tmp_path):
     assert "ExecStart=" in unit.read_text()
 
 
-def test_remove_takes_away_all_but_changed_settings(tmp_path, capsys):
-    """Nothing is left, nor an empty directory, save for what the operator has written."""
+def test_remove_deletes_everything_but_changed_settings(tmp_path, capsys):
+    """No file and no empty directory is left, except what the operator has written."""
     (tmp_path / "etc").mkdir()
     there = ("usr/local/bin", "usr/local/lib", "usr/local/share/man")
     for path in there:
@@ -257,7 +257,7 @@ def test_remove_takes_away_all_but_changed_settings(tmp_path, capsys):
 
 @pytest.mark.parametrize("more", [(), ("--remove",)])
 def test_dry_run_changes_nothing(tmp_path, capsys, more):
-    """It says what it would do, and does not."""
+    """It reports what it would do."""
     install("--root", str(tmp_path))
     (tmp_path / "etc/kvd/kvd.toml").unlink()
     before = files_in(tmp_path)
@@ -273,8 +273,8 @@ def test_dry_run_changes_nothing(tmp_path, capsys, more):
         }
 
 
-def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, capsys):
-    """Each on a line, with what it is for; so is each file, but pages and scripts are counted."""
+def test_a_dry_run_lists_the_commands_that_it_would_run(tmp_path, monkeypatch, capsys):
+    """One per line, with its purpose; so is each file, but pages and scripts are counted."""
     monkeypatch.setattr("kvd.cli.install._run", lambda _: pytest.fail("it was run"))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("CONFIG", "DATA", "STATE"):
@@ -292,8 +292,8 @@ def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, c
     assert document["dry_run"]
 
 
-def test_units_of_a_user_are_their_own(tmp_path):
-    """They name no system directory and no user, and end where the system's part begins."""
+def test_units_of_a_user_need_no_system_directories(tmp_path):
+    """They name no system user either, and stop at the system's part."""
     own = UserDirectories(
         *(tmp_path / name for name in ("bin", "config", "data", "state")), Path("/run/user/1000")
     )
@@ -311,24 +311,25 @@ def test_units_of_a_user_are_their_own(tmp_path):
     assert settings["access"]["engine_group"] == ""
     assert f"--config {own.config}/kvd/kvd.toml" in files[own.data / "systemd/user/kvd.service"]
     mine = {path for path in files if path.is_relative_to(own.config)}
-    assert {path.suffix for path in mine} == {".toml"}  # units there are edits, or masks, of theirs
+    # units there are the user's own edits, or masks
+    assert {path.suffix for path in mine} == {".toml"}
 
 
 def test_a_program_in_a_home_is_refused(tmp_path, monkeypatch, capsys):
-    """System services do not see homes: the command says where to install instead."""
+    """System services do not see homes: the error says where to install instead."""
     monkeypatch.setattr("kvd.cli.install.HOMES", (PROGRAMS.parent,))
     assert install("--root", str(tmp_path)) == 78
     assert "/opt/cachedattention" in capsys.readouterr().err
     assert not files_in(tmp_path)
 
 
-def test_user_and_root_do_not_go_together(tmp_path):
-    """A user's manager looks into that user's directories only."""
+def test_user_and_root_exclude_each_other(tmp_path):
+    """A user's manager reads that user's directories only."""
     assert install("--user", "--root", str(tmp_path)) == 2
 
 
-def test_what_cannot_be_written_is_one_line_with_its_remedy(tmp_path, capsys):
-    """A file where a directory must be is named, and nothing else was touched."""
+def test_an_unwritable_place_is_one_line_with_its_remedy(tmp_path, capsys):
+    """It names the file in the place of a directory, and nothing else was touched."""
     (tmp_path / "usr").write_text("")
     assert install("--root", str(tmp_path)) == 78
     said = capsys.readouterr().err
@@ -344,7 +345,7 @@ def test_set_values_touch_their_own_section_only():
     assert with_values(text, {}) == text
 
 
-def test_the_wheel_has_what_is_shipped():
+def test_the_wheel_has_all_shipped_files():
     """pyproject.toml puts the whole of systemd/ where an installed kvd looks for it."""
     repository = Path(__file__).parents[3]
     project = tomllib.loads((repository / "pyproject.toml").read_text())
@@ -354,7 +355,7 @@ def test_the_wheel_has_what_is_shipped():
 
 
 def test_units_leave_time_and_room_for_the_default_settings():
-    """Nobody is killed while draining, and the fd store holds two descriptors a layout."""
+    """No process is killed while draining, and the fd store holds two descriptors per layout."""
     shipped = read_shipped()
     kvd = config.Settings().limits
     service = load_inference_settings(None, {}).settings.server
@@ -376,7 +377,7 @@ def _directives(unit: str):
 
 @pytest.mark.skipif(SYSTEMD_ANALYZE is None, reason="needs systemd-analyze")
 def test_systemd_finds_no_fault_in_the_units(tmp_path):
-    """`systemd-analyze verify` says nothing, for the system's units and for a user's."""
+    """`systemd-analyze verify` reports nothing, for the system's units and for a user's."""
     own = UserDirectories(
         *(tmp_path / name for name in ("bin", "config", "data", "state")), Path("/run/user/1000")
     )

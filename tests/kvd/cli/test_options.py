@@ -1,4 +1,4 @@
-"""What commands share: naming a session, asking first, documents for programs."""
+"""Options that commands share: naming a session, confirmation, documents for programs."""
 
 import io
 import json
@@ -18,14 +18,14 @@ from kvd.errors import NotConfirmedError
 
 
 class Terminal(io.StringIO):
-    """Somebody who answers."""
+    """A person who answers."""
 
     def isatty(self):
         return True
 
 
-def test_a_session_is_named_as_it_was_given():
-    """What is left out is for kvd to find out."""
+def test_a_session_is_named_as_given():
+    """kvd finds out what is left out."""
     key = key_of("s", "", "")
     assert (key.tenant, key.model, key.session_id) == ("", "", "s")
     key = key_of("s", "acme", "ab")
@@ -33,22 +33,22 @@ def test_a_session_is_named_as_it_was_given():
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n"])
-def test_what_is_not_confirmed_is_not_done(monkeypatch, answer):
-    """No is what counts where nothing is said."""
+def test_only_yes_confirms(monkeypatch, answer):
+    """An empty answer means no."""
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     with pytest.raises(NotConfirmedError, match="nothing was changed"):
         confirm("Drop everything?")
 
 
-def test_yes_is_enough(monkeypatch, capsys):
+def test_yes_confirms(monkeypatch, capsys):
     """The question was shown."""
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     confirm("Drop everything?")
     assert "Drop everything?" in capsys.readouterr().out
 
 
-def test_nobody_is_asked_who_is_not_there(monkeypatch):
-    """A script has to say --yes."""
+def test_without_a_terminal_nothing_is_asked(monkeypatch):
+    """A script has to pass --yes."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with pytest.raises(NotConfirmedError, match="confirmation") as caught:
         confirm("Drop everything?")
@@ -57,7 +57,7 @@ def test_nobody_is_asked_who_is_not_there(monkeypatch):
         require_terminal()
 
 
-def test_documents_are_one_or_one_a_line(capsys):
+def test_documents_are_one_or_one_per_line(capsys):
     """A stream of them can be read while it is written."""
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
@@ -67,8 +67,8 @@ def test_documents_are_one_or_one_a_line(capsys):
     assert [json.loads(line) for line in lines] == [{"number": 0}, {"number": 1}]
 
 
-def test_who_is_not_seen_is_mentioned(capsys):
-    """On stderr, and only if there is somebody."""
+def test_hidden_sessions_are_mentioned(capsys):
+    """On stderr, and only if there are any."""
     warn_of_unavailable(0, "listed")
     assert not capsys.readouterr().err
     warn_of_unavailable(2, "listed")

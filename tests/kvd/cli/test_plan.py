@@ -19,19 +19,19 @@ TRACE = "tests/data/trace_sample.jsonl.gz"
 SAMPLE = gzip.decompress(Path(TRACE).read_bytes())
 SWEEP = ("--policy", "lru,belady", "--dram", "1GB", "--ssd", "4GB,16GB")
 ONE = ("--policy", "lru", "--dram", "1GB", "--ssd", "16GB")
-STARTED_S = 60.0  # for workers to be there
+STARTED_S = 60.0  # for the workers to start
 
 
-async def _planned(*arguments):
+async def _plan(*arguments):
     plan = ("plan", "--trace", TRACE, "--jobs", "1", "--json", "-")
     code, stdout, stderr = await run_cli(*plan, *arguments)
     assert (code, stderr) == (0, "")
     return json.loads(stdout)
 
 
-async def test_the_document_says_what_is_found():
-    """A row for each capacity and policy, in that order; more capacity hits more."""
-    document = await _planned(*SWEEP)
+async def test_the_document_has_the_hit_rates():
+    """One row per capacity and policy, in that order; more capacity hits more."""
+    document = await _plan(*SWEEP)
     assert document["schema"] == "kvd.plan/1"
     rows = document["results"]
     assert [(row["policy"], row["ssd_bytes"] // GB) for row in rows] == [
@@ -58,14 +58,14 @@ async def test_the_document_says_what_is_found():
 async def test_coupled_positions_cost_hits_where_contexts_overflow():
     """The paper's OF: a truncated turn finds nothing, however large the tiers."""
     room = ("--policy", "lru", "--dram", "10TB", "--ssd", "0", "--ttl", "never")
-    decoupled = (await _planned(*room))["results"][0]
-    coupled = (await _planned(*room, "--positions", "coupled"))["results"][0]
+    decoupled = (await _plan(*room))["results"][0]
+    coupled = (await _plan(*room, "--positions", "coupled"))["results"][0]
     assert decoupled["hits_fu"] == 1.0
     assert coupled["hits_all"] < decoupled["hits_all"]
 
 
-async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
-    """All columns, and both capacities; in a pipe a table is as wide as it is."""
+async def test_the_tables_have_load_and_queue_beside_the_hits(monkeypatch):
+    """All columns, and both capacities; in a pipe tables have their full width."""
     monkeypatch.setenv("COLUMNS", "40")
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP)
     assert (code, "…" in stdout) == (0, False)
@@ -78,7 +78,7 @@ async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
 
 
 async def test_document_and_page_are_written_beside_the_tables(tmp_path: Path):
-    """Each into the file that is named."""
+    """Each into the named file."""
     files = tmp_path / "plan.json", tmp_path / "plan.html"
     arguments = ("--json", str(files[0]), "--plot", str(files[1]), "--jobs", "1")
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP, *arguments)
@@ -88,8 +88,8 @@ async def test_document_and_page_are_written_beside_the_tables(tmp_path: Path):
     assert (page.count("<polyline"), len(document["results"])) == (4, 4)
 
 
-async def test_drawn_sessions_are_planned_for():
-    """Without a trace; several processes find what one finds."""
+async def test_drawn_sessions_are_replayed():
+    """Without a trace; several processes give the same result as one."""
     drawn = ("--generate", "sharegpt-like", "--sessions", "40", "--seed", "3")
     found = []
     for jobs in ("1", "2"):
@@ -99,7 +99,7 @@ async def test_drawn_sessions_are_planned_for():
     assert found[0] == found[1]
 
 
-async def test_a_raw_trace_is_planned_for(tmp_path: Path):
+async def test_a_raw_trace_is_replayed(tmp_path: Path):
     """Sessions are inferred, and the report says so."""
     path = tmp_path / "raw.jsonl"
     requests = [
@@ -122,19 +122,19 @@ async def test_a_raw_trace_is_planned_for(tmp_path: Path):
 
 
 async def test_options_reach_the_replay():
-    """Of each group one that changes what is found."""
-    usual = (await _planned(*ONE))["results"][0]
-    exclusive = (await _planned(*ONE, "--tiers", "exclusive"))["results"][0]
+    """For each group one option that changes the hit rates."""
+    usual = (await _plan(*ONE))["results"][0]
+    exclusive = (await _plan(*ONE, "--tiers", "exclusive"))["results"][0]
     assert exclusive["ssd_bytes_written"] != usual["ssd_bytes_written"]
-    never = (await _planned(*ONE, "--load-policy", "never"))["results"][0]
+    never = (await _plan(*ONE, "--load-policy", "never"))["results"][0]
     assert never["num_hits"] == 0
-    short = (await _planned(*ONE, "--ttl", "1s"))["results"][0]
+    short = (await _plan(*ONE, "--ttl", "1s"))["results"][0]
     assert short["hits_all"] < usual["hits_all"]
-    larger = (await _planned(*ONE, "--kv-bytes-per-token", "3MB"))["results"][0]
+    larger = (await _plan(*ONE, "--kv-bytes-per-token", "3MB"))["results"][0]
     assert larger["hits_tok"] < usual["hits_tok"]
-    faster = await _planned(*ONE, "--load", "0.5")
+    faster = await _plan(*ONE, "--load", "0.5")
     assert faster["results"][0]["recompute_load"] == pytest.approx(0.5)
-    cheap = (await _planned(*ONE, "--gpus", "1"))["results"][0]
+    cheap = (await _plan(*ONE, "--gpus", "1"))["results"][0]
     assert cheap["cost"]["gpu"] == pytest.approx(usual["cost"]["gpu"] / 2)
 
 
@@ -154,7 +154,7 @@ async def test_options_reach_the_replay():
     ],
 )
 async def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line, complaint):
-    """Exit 2, one line: file, number, what is wrong, what to do."""
+    """Exit 2, one line: file, number, the error, the remedy."""
     path = tmp_path / "trace.jsonl"
     path.write_bytes(SAMPLE + line.encode() + b"\n")
     code, stdout, stderr = await run_cli("plan", "--trace", str(path))
@@ -176,8 +176,8 @@ async def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line, compla
         (("--plot", "plan.txt"), 78, "plan.txt has an unknown file type"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(arguments, exit_code, complaint):
-    """One line that names the option or file, and the way out."""
+async def test_contradictory_options_are_refused(arguments, exit_code, complaint):
+    """One line that names the option or file, and the remedy."""
     code, stdout, stderr = await run_cli("plan", "--trace", TRACE, "--policy", "lru", *arguments)
     assert (code, stdout) == (exit_code, "")
     (said,) = stderr.strip().splitlines()
@@ -185,20 +185,20 @@ async def test_what_makes_no_sense_is_refused(arguments, exit_code, complaint):
 
 
 @pytest.mark.parametrize("other", ["--paper", "--observe"])
-async def test_what_is_no_plan_stands_alone(other):
-    """With a trace beside it, nobody knows which is meant."""
+async def test_reports_without_a_replay_take_no_trace(other):
+    """With a trace it would be unclear which one is meant."""
     code, _, stderr = await run_cli("plan", "--trace", TRACE, other)
     assert (code, "cannot be combined with --trace" in stderr) == (2, True)
 
 
-async def test_only_a_running_kvd_is_observed(tmp_path: Path):
+async def test_observing_needs_a_running_kvd(tmp_path: Path):
     """Exit 69, as with every command that asks one."""
     code, _, stderr = await run_cli("plan", "--observe", "--runtime-dir", str(tmp_path))
     assert (code, len(stderr.strip().splitlines())) == (69, 1)
 
 
 def test_ctrl_c_ends_everything_at_once():
-    """Exit 130, nothing is said, and no process stays behind."""
+    """Exit 130, no output, and no process stays behind."""
     command = [sys.executable, "-m", "kvd", "plan", "--generate", "sharegpt-like", "--jobs", "2"]
     with subprocess.Popen(
         [*command, "--policy", "lru", "--capacity-share", "1%,2%"],
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_everything_at_once():
 
 
 def _workers_of(process):
-    """Wait until both are there."""
+    """Wait until both workers run; return them."""
     deadline_s = time.monotonic() + STARTED_S
     while time.monotonic() < deadline_s:
         children = psutil.Process(process.pid).children()

@@ -16,7 +16,7 @@ def run(capsys, *arguments):
     return ended.value.code, out, err
 
 
-def test_the_digest_is_of_the_token(capsys):
+def test_the_digest_belongs_to_the_token(capsys):
     """Two tokens are never the same."""
     found = [json.loads(run(capsys, "--json")[1]) for _ in range(2)]
     assert found[0]["token"] != found[1]["token"]
@@ -24,8 +24,8 @@ def test_the_digest_is_of_the_token(capsys):
         assert made["token_sha256"] == hashlib.sha256(made["token"].encode()).hexdigest()
 
 
-def test_a_file_gets_the_token_and_nobody_else_can_read_it(capsys, tmp_path):
-    """It is not shown then; a file that is there is not written over."""
+def test_a_file_gets_the_token_and_only_its_owner_can_read_it(capsys, tmp_path):
+    """The token is not shown then; an existing file is not overwritten."""
     file = tmp_path / "monitoring.token"
     code, out, _ = run(capsys, "monitoring", "--file", str(file))
     token = file.read_text().strip()

@@ -13,7 +13,7 @@ from tests.kvd.core.turns import A, B
 
 
 def test_a_slot_gets_a_new_generation_each_time():
-    """A late reader can tell that the slot is somebody else's now."""
+    """A late reader can tell that the slot has another owner now."""
     slots = SlotTable(1)
     slot_id, generation = slots.allocate()
     assert slots.state(slot_id) is SlotState.WRITING
@@ -24,7 +24,7 @@ def test_a_slot_gets_a_new_generation_each_time():
 
 
 def test_slots_are_freed_and_committed_once():
-    """Anything else is a broken invariant."""
+    """Anything else violates an invariant."""
     slots = SlotTable(1)
     with pytest.raises(AssertionError):
         slots.free(0)
@@ -32,8 +32,8 @@ def test_slots_are_freed_and_committed_once():
         slots.commit(0)
 
 
-def test_an_arena_is_made_and_given_up():
-    """Slots come and go all at once, and only when none is in use."""
+def test_an_arena_is_created_and_given_up():
+    """All slots come and go at once, and only when none is in use."""
     slots = SlotTable(0)
     slots.add(2)
     slot_id, _ = slots.allocate()
@@ -45,7 +45,7 @@ def test_an_arena_is_made_and_given_up():
 
 
 def test_returned_extents_are_reused_first():
-    """The volume grows only when nothing was given back."""
+    """The volume grows only when no extent was given back."""
     extents = ExtentTable(3, sectors_per_extent=5)
     assert [extents.allocate(5), extents.allocate(5)] == [0, 5]
     extents.free(0, 5)
@@ -58,7 +58,7 @@ def test_returned_extents_are_reused_first():
 
 
 def test_short_runs_share_an_extent():
-    """First fit among packing extents; one that is empty again is a whole one."""
+    """First fit among packing extents; an empty one is whole again."""
     extents = ExtentTable(2, sectors_per_extent=8)
     runs = [extents.allocate(n) for n in (3, 4, 1, 2)]
     assert runs == [0, 3, 7, 8]
@@ -76,7 +76,7 @@ def test_short_runs_share_an_extent():
 
 
 def test_packing_agrees_with_a_list_of_sectors():
-    """Whatever is allocated and freed, runs never overlap and none is lost."""
+    """With any allocations, runs never overlap and none is lost."""
     rng = random.Random(7)  # noqa: S311
     extents = ExtentTable(40, sectors_per_extent=70)
     taken: dict[int, int] = {}
@@ -93,7 +93,7 @@ def test_packing_agrees_with_a_list_of_sectors():
 
 
 def test_fewer_extents_may_be_allowed_than_are_in_use():
-    """What is in use stays; nothing more is to be had until enough is given back."""
+    """Used extents stay; none is granted until enough are given back."""
     extents = ExtentTable(3, sectors_per_extent=5)
     runs = [extents.allocate(5) for _ in range(3)]
     extents.set_capacity(1)
@@ -106,15 +106,15 @@ def test_fewer_extents_may_be_allowed_than_are_in_use():
 
 
 def test_restored_extents_leave_their_gaps_free():
-    """Recovery finds some extents in use; the others can be had."""
+    """Recovery finds some extents in use; the others can be granted."""
     extents = ExtentTable(4, sectors_per_extent=5)
     assert extents.restore([5, 10, 12], [5, 2, 2]).all()
     assert [extents.allocate(n) for n in (5, 1, 5)] == [0, 14, 15]
     assert (extents.num_used, extents.num_used_sectors) == (4, 5 + 4 + 5 + 1 + 5)
 
 
-def test_rows_that_cannot_be_are_not_restored():
-    """Outside the tier, across an extent's end, or on top of another: the first one counts."""
+def test_impossible_rows_are_not_restored():
+    """Outside the tier, across an extent's end, or overlapping another: the first one counts."""
     extents = ExtentTable(4, sectors_per_extent=5)
     rows = [(5, 5), (5, 5), (5, 2), (0, 2), (1, 2), (0, 5), (8, 4), (20, 5), (-5, 5), (19, 2)]
     is_sound = extents.restore([run for run, _ in rows], [n for _, n in rows])
@@ -122,7 +122,7 @@ def test_rows_that_cannot_be_are_not_restored():
     assert extents.num_used_sectors == 7
 
 
-def test_a_table_is_restored_empty():
+def test_an_empty_table_is_restored():
     """No rows, nothing in use."""
     extents = ExtentTable(2, sectors_per_extent=5)
     assert extents.restore([], []).tolist() == []
@@ -142,7 +142,7 @@ def test_the_earliest_deadline_counts():
     assert [clock.pop_due(40), clock.pop_due(40), clock.pop_due(40)] == [A, B, None]
 
 
-def test_a_session_that_is_gone_leaves_the_clock():
+def test_a_dropped_session_leaves_the_clock():
     """However far its deadline was; the next one counts, and it may come back."""
     clock = TtlClock()
     for deadline_ns, key in ((10, A), (15, B)):
@@ -168,8 +168,8 @@ def test_an_extent_has_the_used_rows_only():
     assert shape.sectors_per_extent == shape.num_sectors(16)
 
 
-def test_a_clock_goes_on_where_an_earlier_one_was():
-    """With one entry for each session, that can be moved and taken out."""
+def test_a_restored_clock_continues():
+    """It has one entry per session, which can be moved and removed."""
     clock = TtlClock()
     clock.restore([(5, A), (9, B)])
     assert (len(clock), clock.next_deadline_ns()) == (2, 5)
@@ -181,7 +181,7 @@ def test_a_clock_goes_on_where_an_earlier_one_was():
 
 
 def test_an_adopted_slot_keeps_its_generation():
-    """The next one to have it has a later one."""
+    """The next owner gets a later one."""
     slots = SlotTable(2)
     slots.adopt(0, 7, is_committed=True)
     slots.adopt(1, 3, is_committed=False)
@@ -197,7 +197,7 @@ def test_an_adopted_slot_keeps_its_generation():
 
 
 def test_low_slots_are_taken_first():
-    """Also after a start: what is used of an arena stays at its beginning."""
+    """After a start, too: the used part of an arena stays at its beginning."""
     slots = SlotTable(4)
     slots.adopt(1, 1, is_committed=True)
     slots.finish_adoption()

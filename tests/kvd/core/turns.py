@@ -1,4 +1,4 @@
-"""Whole loads and stores against a CacheWorld, for tests that are about something else."""
+"""Whole loads and stores against a CacheWorld, for tests of other things."""
 
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
@@ -29,14 +29,14 @@ def new_world(
 
 
 def queue_of(*keys: SessionKey) -> QueueChange:
-    """A queue in which a turn of each of these sessions waits, in this order."""
+    """Make a queue in which a turn of each of these sessions waits, in this order."""
     return QueueChange([QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)])
 
 
 def prepare_store(
     world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0
 ) -> StoreAnswer:
-    """Ask for slots and fill those granted."""
+    """Ask for slots and fill the granted ones."""
     answer = world.engine.stores.prepare(key, to_bytes(tokens), from_token, ENGINE_ID)
     rows = compute([], tokens)
     for block in answer.blocks:
@@ -55,7 +55,7 @@ def complete_store(world: CacheWorld, answer: StoreAnswer, *, success: bool = Tr
 def store(
     world: CacheWorld, key: SessionKey, tokens: list[int], *, settle: bool = True
 ) -> StoreAnswer:
-    """Store a whole sequence and let it be hashed; if `settle`, let everything finish."""
+    """Store a whole sequence and let it be hashed; with `settle`, let everything finish."""
     answer = prepare_store(world, key, tokens)
     if answer.lease_id:
         complete_store(world, answer)
@@ -81,7 +81,7 @@ def prepare_load(
 
 
 def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0) -> LoadAnswer:
-    """Load and complete; returns the settled answer."""
+    """Load and complete; return the settled answer."""
     answer = prepare_load(world, key, tokens, from_token)
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
@@ -93,7 +93,7 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
 
 
 def world_with_a_on_ssd(num_slots: int = 2):
-    """A has two blocks on SSD only; B fills the arena and is clean."""
+    """Make a world in which A has two blocks on SSD only; B fills the arena and is clean."""
     world = new_world(num_slots=num_slots)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * num_slots)
@@ -101,12 +101,12 @@ def world_with_a_on_ssd(num_slots: int = 2):
 
 
 def infos(engine: CacheEngine) -> list[SessionInfo]:
-    """Every session as operators see it, in no particular order."""
+    """Return every session as operators see it, in any order."""
     return engine.inspection.infos(engine.inspection.keys(), EVERYTHING)
 
 
 def tiers_of(world: CacheWorld, key: SessionKey) -> list[str]:
-    """Where each block of a session is: "D", "S", "DS"."""
+    """Return where each block of a session is: "D", "S", "DS"."""
     names = {Tier.DRAM: "D", Tier.SSD: "S"}
     return [
         "".join(names[tier] for tier in b.tiers)
@@ -119,7 +119,7 @@ def counter(world: CacheWorld, name: str) -> int:
 
 
 def store_named(world: CacheWorld, key: SessionKey, tokens: list[int], lineage: Lineage) -> None:
-    """Store a sequence whose discards are named."""
+    """Store a sequence with a named lineage."""
     answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
     for block in answer.blocks:
         world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
@@ -131,7 +131,7 @@ def store_named(world: CacheWorld, key: SessionKey, tokens: list[int], lineage: 
 
 
 def spans_of_a(world: CacheWorld) -> list[Span]:
-    """What the index has of the first session, when it has taken everything."""
+    """Return the first session's spans in the index, after it has taken everything."""
     world.commit(len(world.index.uncommitted))
     return unpack_spans(world.index.sessions[A].spans)
 
@@ -141,14 +141,14 @@ def keys_of(world: CacheWorld, key: SessionKey) -> list[bytes]:
 
 
 def wait(world: CacheWorld, elapsed_ns: int) -> None:
-    """Let time pass, and do what is due then."""
+    """Let time pass, and run what is due then."""
     world.now_ns += elapsed_ns
     world.engine.expire()
     world.pump()
 
 
-def restarted(world: CacheWorld) -> CacheEngine:
-    """Start a new kvd, after everything was committed."""
+def restart_committed(world: CacheWorld) -> CacheEngine:
+    """Start a new kvd after everything was committed."""
     world.quiesce()
     world.start()
     return world.engine

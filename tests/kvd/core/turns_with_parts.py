@@ -37,7 +37,7 @@ def prepare_with(
     positions: Sequence[int] = (),
     from_token: int = 0,
 ) -> StoreAnswer:
-    """Ask for slots and fill those granted."""
+    """Ask for slots and fill the granted ones."""
     answer = world.engine.stores.prepare(
         key, to_bytes(tokens), from_token, ENGINE_ID, load_ends=positions
     )
@@ -63,7 +63,7 @@ def store_with(
     *,
     settle: bool = True,
 ) -> StoreAnswer:
-    """Store tokens, and what loads need that end at positions."""
+    """Store tokens, and the states or windows for loads that end at the positions."""
     answer = prepare_with(world, key, tokens, positions, from_token)
     if answer.lease_id:
         world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
@@ -76,7 +76,7 @@ def store_with(
 
 @dataclass
 class Loaded:
-    """What a load gave: where it ends, 0 without a state that has to be there; and the answer."""
+    """The result of a load: its end (0 without a necessary state), and the answer."""
 
     end: int
     answer: LoadAnswer
@@ -90,7 +90,7 @@ def load_with(
     *,
     dram_only: bool = False,
 ) -> Loaded:
-    """Load and complete; tokens, and the state or windows, are what they should be."""
+    """Load and complete; check the tokens, and the state or windows."""
     answer = world.engine.loads.prepare(
         key, to_bytes(tokens), from_token, ENGINE_ID, dram_only=dram_only
     )
@@ -109,7 +109,7 @@ def load_with(
 def check_loaded(
     world: CacheWorld, tokens: list[int], answer: LoadAnswer, from_token: int = 0
 ) -> None:
-    """Every row, and the state or every window, are of exactly these tokens."""
+    """Check that every row, and the state or every window, is of exactly these tokens."""
     rows, end = compute([], tokens), from_token
     for span in answer.spans:
         assert span.token_offset == end, "spans follow each other"
@@ -128,13 +128,13 @@ def check_loaded(
 
 
 def positions_of(world: CacheWorld, key: SessionKey) -> list[int]:
-    """Where a session has states."""
+    """Return the positions at which a session has states."""
     session = world.engine._state.sessions[key]
     spans = [*session.spans, *session.tail_spans()]
     return sorted({span.start for span in spans if not span.num_tokens})
 
 
-def windowed_of(world: CacheWorld, key: SessionKey) -> list[tuple[int, int]]:
-    """Of which tokens a session has windows: half-open ranges."""
+def window_ranges(world: CacheWorld, key: SessionKey) -> list[tuple[int, int]]:
+    """Return the tokens of which a session has windows: half-open ranges."""
     detail = world.engine.inspection.describe(key)
     return [(w.token_offset, w.token_offset + w.num_tokens) for w in detail.windows]

@@ -1,4 +1,4 @@
-"""The doctor's round: what can be looked at is, and what stands in the way is said once."""
+"""The doctor's examination: all that can be checked is, and each obstacle is reported once."""
 
 import os
 
@@ -16,7 +16,7 @@ def flags(short_dir, tmp_path):
     return {"runtime_dir": short_dir, "state_dir": tmp_path / "state"}
 
 
-def found(config_file, flags):
+def find_all(config_file, flags):
     return list(examine(config_file, flags, Machine(), LIMITS))
 
 
@@ -24,22 +24,22 @@ def about(findings, check):
     return [finding for finding in findings if finding.check == check]
 
 
-def test_settings_that_cannot_be_used_end_the_round(flags, tmp_path):
-    """kvd does not start with them: what else there is to say of them would be guesses."""
+def test_unusable_settings_end_the_examination(flags, tmp_path):
+    """kvd does not start with them: everything else would be a guess."""
     file = tmp_path / "kvd.toml"
     file.write_text("[dram]\nbytes = -1\n")
-    findings = found(file, flags)
+    findings = find_all(file, flags)
     assert findings[-1].check == "settings"
     assert findings[-1].level is Level.PROBLEM
     assert "dram.bytes" in findings[-1].what
     assert not about(findings, "kvd")
 
 
-def test_where_no_kvd_answers_the_machine_is_looked_at(flags, tmp_path):
-    """That it does not run is a warning: perhaps it was not to."""
+def test_without_a_kvd_the_machine_is_checked(flags, tmp_path):
+    """That it does not run is a warning: perhaps it is not meant to."""
     file = tmp_path / "kvd.toml"
     file.write_text('[dram]\nbytes = "64MB"\n[ssd]\nbytes = "64MB"\n')
-    findings = found(file, flags)
+    findings = find_all(file, flags)
     (settings,) = about(findings, "settings")
     assert (settings.level, str(file) in settings.what) == (Level.OK, True)
     (running,) = about(findings, "kvd")
@@ -52,16 +52,16 @@ def test_where_no_kvd_answers_the_machine_is_looked_at(flags, tmp_path):
 
 def test_nothing_is_changed(flags, tmp_path):
     """Not even a directory is made."""
-    found(None, flags)
+    find_all(None, flags)
     assert not flags["state_dir"].exists()
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_settings_that_this_user_may_not_read_are_said_so(flags, tmp_path):
-    """The defaults are looked at in their place."""
+def test_unreadable_settings_are_reported(flags, tmp_path):
+    """The defaults are checked instead."""
     file = tmp_path / "kvd.toml"
     file.write_text("[dram]\nbytes = -1\n")
     file.chmod(0)
-    (finding,) = about(found(file, flags), "settings")
+    (finding,) = about(find_all(file, flags), "settings")
     assert finding.level is Level.WARNING

@@ -1,4 +1,4 @@
-"""What the doctor says of the machine: each failure is provoked, and gone after its own advice."""
+"""The doctor's checks of the machine: each failure is provoked, and mended by its own advice."""
 
 import mmap
 import os
@@ -33,7 +33,7 @@ PIB = 1 << 50
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """8 GiB of memory, 4 of them available; tests change what its files say."""
+    """Return a machine with 8 GiB of memory, 4 available; tests change what its files say."""
     made = Machine(tmp_path / "proc", tmp_path / "sys")
     _write(made.proc / "meminfo", "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
     _write(made.proc / "self/mounts", f"disk / ext4 rw 0 0\nshm {tmp_path}/shm tmpfs rw 0 0\n")
@@ -59,7 +59,7 @@ def _settings(tmp_path: Path, **dram: object) -> Settings:
 
 
 def _only(findings: Iterable[Finding], level: Level, *words: str) -> Finding:
-    """The one finding that is not OK; its line has these words."""
+    """Check that one finding is not OK and its line has these words; return it."""
     (found,) = [finding for finding in findings if finding.level is not Level.OK]
     assert found.level is level
     text = f"{found.what}: {found.remedy}"
@@ -74,7 +74,7 @@ def _is_fine(findings: Iterable[Finding]) -> bool:
 
 
 def test_more_dram_than_the_machine_has(tmp_path, machine):
-    """Too large for the machine, or for what is available: lower it."""
+    """Too large for the machine, or for the available memory: lower it."""
     check = lambda size: check_memory(_settings(tmp_path, bytes=size), machine)  # noqa: E731
     _only(check(9 * GIB), Level.PROBLEM, "9.0 GB", "8.0 GB", "lower dram.bytes")
     _only(check(5 * GIB), Level.WARNING, "4.0 GB", "lower dram.bytes")
@@ -82,7 +82,7 @@ def test_more_dram_than_the_machine_has(tmp_path, machine):
 
 
 def test_more_dram_than_the_control_group_has(tmp_path, machine):
-    """The lowest bound of the groups above counts: raise it, or lower dram.bytes."""
+    """The lowest bound of all parent groups counts: raise it, or lower dram.bytes."""
     bound = machine.sys / "fs/cgroup/kvd.slice/memory.max"
     _write(bound, str(GIB))
     _write(machine.sys / "fs/cgroup/kvd.slice/kvd.service/memory.max", "max")
@@ -93,7 +93,7 @@ def test_more_dram_than_the_control_group_has(tmp_path, machine):
 
 
 def test_shared_memory_that_is_too_small(tmp_path, machine):
-    """What the tier is to have does not fit: the remount that makes room is spelled out."""
+    """The tier does not fit: the line has the remount command that makes room."""
     _only(
         check_shared_memory(_settings(tmp_path, bytes=PIB), machine),
         Level.PROBLEM,
@@ -103,8 +103,8 @@ def test_shared_memory_that_is_too_small(tmp_path, machine):
     assert _is_fine(check_shared_memory(_settings(tmp_path, bytes=MIB), machine))
 
 
-def test_shared_memory_that_is_none(tmp_path, machine):
-    """A directory on a disk, or one that is not there: name a tmpfs."""
+def test_a_directory_that_is_not_shared_memory(tmp_path, machine):
+    """A directory on a disk, or one that does not exist: name a tmpfs."""
     on_disk = _settings(tmp_path, bytes=MIB, directory=tmp_path)
     _only(check_shared_memory(on_disk, machine), Level.WARNING, "is on ext4", "on a tmpfs")
     missing = _settings(tmp_path, bytes=MIB, directory=tmp_path / "none")
@@ -113,14 +113,14 @@ def test_shared_memory_that_is_none(tmp_path, machine):
     assert _is_fine(check_shared_memory(advised, machine))
 
 
-def test_huge_pages_that_are_not_there(tmp_path, machine):
-    """The number of pages that the pool must have is named; so is the kernel's switch."""
+def test_missing_huge_pages(tmp_path, machine):
+    """The line has the number of pages that the pool needs, and the kernel's switch."""
     settings = _settings(tmp_path, hugepages="on")
     _only(check_huge_pages(settings, machine), Level.PROBLEM, "sysctl vm.nr_hugepages=512")
     meminfo = machine.proc / "meminfo"
     pool = "HugePages_Total: 520\nHugePages_Free: 512\nHugepagesize: 2048 kB\n"
     plain = meminfo.read_text()
-    _write(meminfo, plain + pool.replace("512", "500"))  # somebody uses 20 of them
+    _write(meminfo, plain + pool.replace("512", "500"))  # other processes use 20 of them
     _only(check_huge_pages(settings, machine), Level.PROBLEM, "sysctl vm.nr_hugepages=532")
     _write(meminfo, plain + pool)
     assert _is_fine(check_huge_pages(settings, machine))
@@ -135,7 +135,7 @@ def test_huge_pages_that_are_not_there(tmp_path, machine):
 
 
 def test_memory_that_may_not_be_locked(tmp_path, machine):
-    """Only where there is a GPU, and for whom is bound: raise the limit."""
+    """Only on machines with a GPU, for users with a limit: raise it."""
     bound = ProcessLimits(8 * MIB, 1024, is_root=False)
     settings = _settings(tmp_path)
     assert _is_fine(check_locked_memory(settings, machine, bound))
@@ -145,14 +145,14 @@ def test_memory_that_may_not_be_locked(tmp_path, machine):
     assert _is_fine(check_locked_memory(settings, machine, replace(bound, locked_bytes=None)))
 
 
-def test_a_numa_node_that_is_not_there():
-    """It says how to see which there are."""
+def test_a_missing_numa_node():
+    """The line says how to list the nodes."""
     _only(check_numa(1000), Level.PROBLEM, "1000", "numactl --hardware", '"any"')
     assert _is_fine(check_numa(None))
 
 
-def test_gpus_that_cannot_be_used(tmp_path, machine):
-    """Without devices, without rights, without a driver: each has its own remedy."""
+def test_unusable_gpus(tmp_path, machine):
+    """Without devices, without permission, without a driver: each has its own remedy."""
     dev = tmp_path / "dev"
     dev.mkdir()
     assert _is_fine(check_cuda(machine, dev))
@@ -169,13 +169,13 @@ def test_gpus_that_cannot_be_used(tmp_path, machine):
         _only(check_cuda(machine, dev), Level.PROBLEM, "may not open", "to the group")
 
 
-def test_this_kernel_will_do():
+def test_this_kernel_suffices():
     """Processes can be watched and memory sealed where these tests run: kvd needs it, too."""
     assert _is_fine(check_kernel())
 
 
-def test_directories_that_kvd_does_not_take(tmp_path):
-    """Open to others, no directory at all, too long for sockets; then as the advice says."""
+def test_directories_that_kvd_refuses(tmp_path):
+    """Open to others, not a directory, too long for sockets; then as advised."""
     settings = _settings(tmp_path)
     assert _is_fine(check_directories(settings))
     settings.state_dir.mkdir(mode=0o700)
@@ -191,8 +191,8 @@ def test_directories_that_kvd_does_not_take(tmp_path):
     _only(check_directories(long), Level.PROBLEM, "shorter directory")
 
 
-def test_directories_of_somebody_else(tmp_path):
-    """Who asks is told as whom to ask, and whose the directory is."""
+def test_directories_of_another_user(tmp_path):
+    """The line names the user to run as, and the directory's owner."""
     settings = _settings(tmp_path)
     settings.state_dir.mkdir(mode=0o700)
     if not os.geteuid():
@@ -210,7 +210,7 @@ def test_directories_of_somebody_else(tmp_path):
 
 @contextmanager
 def _as_nobody(directory: Path) -> Iterator[None]:
-    """Without root's rights, if there are any; who may look below `directory`."""
+    """Run without root's rights, if there are any; let this user look below `directory`."""
     if os.geteuid():
         yield
         return
@@ -224,7 +224,7 @@ def _as_nobody(directory: Path) -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_disk_that_is_none(tmp_path, machine):
+def test_file_systems_that_are_unsuitable(tmp_path, machine):
     """An index over NFS breaks; an SSD tier in memory is none."""
     settings = _settings(tmp_path)
     settings.state_dir.mkdir()
@@ -241,7 +241,7 @@ def test_a_disk_that_is_none(tmp_path, machine):
 
 
 def test_a_disk_without_room(tmp_path, machine):
-    """A reserve that leaves nothing, a tier that does not fit: lower it."""
+    """A reserve that leaves nothing, or a tier that does not fit: lower it."""
     settings = _settings(tmp_path)
     settings.state_dir.mkdir()
 
@@ -270,7 +270,7 @@ def test_a_file_system_without_direct_io(tmp_path, machine):
 
 
 def test_too_few_descriptors(tmp_path):
-    """How many may come to be is counted: segments, engines, and some more."""
+    """The possible number is computed: segments, engines, and some more."""
     settings = _settings(tmp_path).model_copy(
         update={
             "ssd": SsdSettings(bytes=1024 * GIB, segment_bytes=GIB),
@@ -286,7 +286,7 @@ def test_too_few_descriptors(tmp_path):
 
 
 def test_a_unit_s_limit_of_open_files_comes_before_the_shell_s():
-    """kvd is started by the unit; `infinity` is no bound."""
+    """kvd is started by the unit; `infinity` means no bound."""
     own = ProcessLimits(None, 1024, is_root=True)
     assert limits_of_service({}, own) == own
     assert limits_of_service({"LimitNOFILESoft": "65536"}, own) == replace(own, open_files=65536)
@@ -294,7 +294,7 @@ def test_a_unit_s_limit_of_open_files_comes_before_the_shell_s():
 
 
 def test_a_unit_that_does_not_fit_the_settings(tmp_path):
-    """Room in the descriptor store, bounds on memory, and whether it runs as it is written."""
+    """Room in the descriptor store, bounds on memory, and whether the unit is current."""
     settings = _settings(tmp_path, keep="auto")
     unit = {
         "LoadState": "loaded",
@@ -321,7 +321,7 @@ def test_a_unit_that_does_not_fit_the_settings(tmp_path):
         _only(check_unit(unit | changed, settings), level, *words)
 
 
-def test_what_the_checks_need_is_what_the_machine_says():
+def test_the_real_machine_has_the_needed_files():
     """The real /proc has the fields that the checks read."""
     real = Machine()
     assert real.memory("MemTotal") > real.memory("MemAvailable") > mmap.PAGESIZE
@@ -342,8 +342,8 @@ def test_swap(machine: Machine) -> None:
     assert [found.level for found in check_swap(machine, {})] == [Level.OK]
 
 
-def test_a_file_in_a_closed_directory_is_not_taken_for_missing(tmp_path):
-    """Settings in /etc/kvd, which others may not enter, are hidden, not absent."""
+def test_a_file_in_a_closed_directory_is_not_reported_as_missing(tmp_path):
+    """Settings in /etc/kvd, which other users cannot enter, are hidden, not absent."""
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "kvd.toml").write_text("")

@@ -1,4 +1,4 @@
-"""What the doctor says of a running kvd's answers. Real processes: test_kvd_doctor.py."""
+"""The doctor's checks of a running kvd's answers. Real processes: test_kvd_doctor.py."""
 
 import datetime as dt
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def _answer(**fields: object) -> kvd_pb2.GetStatsResponse:
 
 
 def test_releases_that_differ():
-    """The older process is to be restarted; one that does not say its release is left alone."""
+    """The older process has to be restarted; one without a release is not reported."""
     engines = [
         kvd_pb2.EngineInfo(name="old", pid=7, version="0.0.9"),
         kvd_pb2.EngineInfo(name="same", version=__version__),
@@ -37,7 +37,7 @@ def test_releases_that_differ():
     assert "systemctl restart kvd" in line
 
 
-def test_a_tier_that_takes_no_writes():
+def test_a_tier_that_refuses_writes():
     """Full, or failing: each has its own remedy, and is a problem."""
     for reason, word in (("full", "df -h"), ("transient", "smartctl")):
         tier = kvd_pb2.TierStats(degraded=True, degraded_reason=reason)
@@ -47,8 +47,8 @@ def test_a_tier_that_takes_no_writes():
         assert word in line
 
 
-def test_damage_and_processes_that_hang_on():
-    """Counters that should be zero, and slots that nobody may use, name the command to use."""
+def test_damage_and_hanging_processes():
+    """Counters that should be zero, and quarantined slots, name the command to use."""
     counters = {"blocks_corrupt": 2, "read_errors": 1}
     layout = kvd_pb2.LayoutStats(counters=counters, quarantined_slots=3, block_bytes=1024)
     lines = [line for _, line in _lines(check_tiers(_answer(layouts=[layout]), {}))]
@@ -58,7 +58,7 @@ def test_damage_and_processes_that_hang_on():
 
 
 def test_dram_that_no_restart_finds():
-    """Where nothing keeps the arena it is said, unless the settings ask for just that."""
+    """If nothing keeps the arena it is reported, unless the settings ask for just that."""
     arena = kvd_pb2.ArenaStats(arena_id="x", keep="none")
     answer = _answer(layouts=[kvd_pb2.LayoutStats(arena=arena)])
     auto = {"dram.keep": kvd_pb2.Setting(key="dram.keep", value="auto")}
@@ -68,8 +68,8 @@ def test_dram_that_no_restart_finds():
     assert not _lines(check_tiers(answer, none))
 
 
-def test_a_key_that_cannot_be_used(tmp_path):
-    """Not there, then open to others, then as the advice says."""
+def test_an_unusable_key(tmp_path):
+    """Missing, then open to others, then as advised."""
     path = tmp_path / "key"
     settings = Settings(encryption=EncryptionSettings(key_file=str(path)))
     ((level, line),) = _lines(check_encryption(settings))
@@ -84,8 +84,8 @@ def test_a_key_that_cannot_be_used(tmp_path):
     assert path.read_text().strip() not in "".join(f.what for f in check_encryption(settings))
 
 
-def test_credentials_that_systemd_keeps(tmp_path, monkeypatch):
-    """A bare name is looked for where systemd does, before kvd's start fails for want of it."""
+def test_credentials_of_systemd(tmp_path, monkeypatch):
+    """A bare name is looked up where systemd does, before kvd's start fails because of it."""
     monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
     stores = (tmp_path / "credstore", tmp_path / "encrypted")
     settings = Settings(
@@ -104,8 +104,11 @@ def test_credentials_that_systemd_keeps(tmp_path, monkeypatch):
     assert not _lines(check_certificates(settings, NOW, stores))
 
 
-def test_certificates_that_end(tmp_path):
-    """Two weeks before a warning, afterwards a problem; what is no certificate is one, too."""
+def test_expiring_certificates(tmp_path):
+    """From two weeks before a warning, afterwards a problem.
+
+    So is a file that is no certificate.
+    """
     import trustme
 
     until = NOW + dt.timedelta(days=30)

@@ -19,8 +19,8 @@ def keys(master):
     return Keyring(master, is_sealing=True)
 
 
-def test_a_secret_opens_for_its_tenant_and_master_only(master, keys):
-    """Under another tenant's name, or another master key, it is nothing; nor with a bit changed."""
+def test_a_secret_opens_only_for_its_tenant_and_master_key(master, keys):
+    """Not under another tenant's name, with another master key, or with a bit changed."""
     wrapped = keys.create("a")
     again = Keyring(master, is_sealing=True)
     assert again.adopt("a", wrapped)
@@ -47,14 +47,14 @@ def test_secrets_are_all_different(keys):
     assert len(values) == 6
 
 
-def test_a_salt_that_is_there_is_kept(keys):
-    """Block keys of a tenant that had a salt in plain stay what they are."""
+def test_an_existing_salt_is_kept(keys):
+    """Block keys of a tenant that had a plain salt do not change."""
     keys.create("a", b"s" * 32)
     assert keys.salt_of("a") == b"s" * 32
 
 
-def test_secrets_do_not_show(master, keys):
-    """What is logged of keys by accident has no secret in it."""
+def test_secrets_are_not_printed(master, keys):
+    """Keys that are logged by accident show no secret."""
     secret = open_secret(master, "a", keys.create("a"))
     assert secret is not None
     for shown in (repr(master), repr(secret), repr(keys)):

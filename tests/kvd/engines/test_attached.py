@@ -1,4 +1,4 @@
-"""Who holds slots: attached engines, and processes whose connection ended while they live."""
+"""Holders of slots: attached engines, and live processes whose connections have ended."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ WAITING = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
 class LiveCache:
-    """A real cache engine without a daemon: what it asks of the world is not done."""
+    """A real cache engine without a daemon: its actions are not performed."""
 
     layout = LAYOUT
     arena = None
@@ -55,7 +55,7 @@ class LiveCache:
 
 @contextmanager
 def process():
-    """A process that waits."""
+    """Start a process that waits."""
     child = subprocess.Popen(
         [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -68,7 +68,7 @@ def process():
 
 
 def connection_of(pid):
-    """A connection, as the data socket makes it."""
+    """Make a connection, as the data socket does."""
     watch = watch_identity(ProcessIdentity(pid, start_ticks_of(pid), b""))
     connection = DataConnection("token", pid, os.getuid(), watch)
     watch.start(connection.gone.set)
@@ -100,8 +100,8 @@ def end(engines, connection):
     connection.close()
 
 
-async def test_a_store_outlives_its_connection(engines, cache):
-    """Its slots stay with the process; the same client finds its lease again, and completes it."""
+async def test_a_store_survives_its_connection(engines, cache):
+    """Its process keeps the slots; the same client finds its lease again, and completes it."""
     with process() as child:
         first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
@@ -125,7 +125,7 @@ async def test_a_store_outlives_its_connection(engines, cache):
 
 
 @pytest.mark.parametrize("how", ["dead", "has left"])
-async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache, how):
+async def test_an_engine_that_can_no_longer_write_is_forgotten(engines, cache, how):
     """Its slots are free at once."""
     with process() as child:
         connection = connection_of(child.pid)
@@ -142,7 +142,7 @@ async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache,
 
 @pytest.mark.parametrize("ends_first", ["process", "connection"])
 async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, ends_first):
-    """Of an engine that is dead: its copier says when nothing is copied for it any more."""
+    """The engine is dead: its copier reports when nothing is copied for it any more."""
     asked = []
     with process() as child:
         connection = connection_of(child.pid)
@@ -173,7 +173,7 @@ async def test_slots_are_held_while_a_copier_may_write_to_them(engines, cache, e
 
 
 async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
-    """Engines that come and go while they write nothing do not pile up."""
+    """Engines that come and go without writing do not accumulate."""
     with process() as child:
         for _ in range(5):
             connection = connection_of(child.pid)
@@ -182,8 +182,8 @@ async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
         assert not engines.infos()
 
 
-async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
-    """Also one that was stopped, killed by an operator through its pidfd."""
+async def test_a_holder_that_dies_frees_its_slots(engines, cache):
+    """Also one that was stopped and then killed by an operator through its pidfd."""
     with process() as child:
         connection = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
@@ -199,7 +199,7 @@ async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
         assert not engines.kill(child.pid)
 
 
-async def test_nobody_else_gets_a_lease(engines, cache):
+async def test_another_client_gets_no_lease(engines, cache):
     """Neither another process with this instance, nor another instance of this process."""
     with process() as child, process() as thief:
         connection = connection_of(child.pid)
@@ -214,8 +214,8 @@ async def test_nobody_else_gets_a_lease(engines, cache):
         assert cache.leases() == [(lease, True)]
 
 
-async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, cache):
-    """The older attachment of the same client is over with the newer one."""
+async def test_a_client_that_reconnects_before_its_connection_has_ended(engines, cache):
+    """The older attachment of the same client ends with the newer one."""
     with process() as child:
         first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
@@ -231,7 +231,7 @@ async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, c
 
 
 async def test_engines_and_holders_are_bounded_together(engines, cache):
-    """At the bound only those get in who are holders already."""
+    """At the bound only existing holders are attached."""
     with process() as child:
         instances = [secrets.token_hex(16) for _ in range(3)]
         for number, instance in enumerate(instances):
@@ -250,7 +250,7 @@ async def test_engines_and_holders_are_bounded_together(engines, cache):
 
 
 async def test_writers_of_an_earlier_kvd(engines, cache):
-    """One that lives keeps its slots; one that is dead, or was born later, does not."""
+    """A live one keeps its slots; one that is dead, or was started later, does not."""
     with process() as child, process() as dead:
         living = ProcessIdentity(child.pid, start_ticks_of(child.pid), bytes.fromhex(INSTANCE))
         younger = ProcessIdentity(child.pid, living.start_ticks - 1, b"y" * 16)
@@ -270,7 +270,7 @@ async def test_writers_of_an_earlier_kvd(engines, cache):
         await until(lambda: not engines.infos())
 
 
-def test_what_cannot_happen_to_an_engine(cache):
+def test_impossible_transitions_of_an_engine(cache):
     """A move that its state does not have is refused, and none leads back from the end."""
     possible = {state: ENGINE_MOVES.events(state) for state in EngineState}
     for state, events in possible.items():
@@ -282,14 +282,14 @@ def test_what_cannot_happen_to_an_engine(cache):
     assert not possible[EngineState.GONE]
 
 
-async def test_questions_about_nobody(engines):
-    """An engine that is gone is nobody, and nobody can be woken."""
+async def test_questions_about_unknown_engines(engines):
+    """An engine that is gone is unknown, and cannot be notified."""
     assert engines.identity_of(5).pid == 0
     engines.wake_of(5)()
 
 
 @pytest.mark.parametrize("instance", ["xyz", "ab", "00" * 15])
-async def test_an_instance_that_is_none(engines, cache, instance):
+async def test_an_invalid_instance(engines, cache, instance):
     """It is refused before anything is registered."""
     with process() as child:
         connection = connection_of(child.pid)
@@ -300,7 +300,7 @@ async def test_an_instance_that_is_none(engines, cache, instance):
 
 
 def test_the_process_at_the_other_end_of_a_socket():
-    """Its pid and start time; not those of whoever has the descriptor now."""
+    """Its pid and start time; not those of the descriptor's present owner."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         watch = watch_peer(ours, os.getpid())
@@ -310,7 +310,7 @@ def test_the_process_at_the_other_end_of_a_socket():
 
 
 def test_start_times():
-    """Nobody has none; a command with spaces and parentheses does not confuse."""
+    """An unknown process has none; a command with spaces and parentheses does not confuse."""
     assert start_ticks_of(1 << 22) == 0
     assert start_ticks_of(1) < start_ticks_of(os.getpid())
     script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b') S 1 (', 0, 0, 0);" + WAITING

@@ -34,7 +34,7 @@ RING_BYTES = 2 << 20
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine with two GPUs, for processes that are started."""
+    """Give a machine with two GPUs to started processes."""
     for name, value in fake_cuda().items():
         monkeypatch.setenv(name, value)
 
@@ -67,7 +67,7 @@ class Peer:
 
     @classmethod
     async def of(cls, copiers, arena, device=GPUS[0], num_slots=NUM_SLOTS):
-        """Open a channel, and wait until the slots may be named."""
+        """Open a channel, and wait until the slots may be used."""
         ring_fd = os.memfd_create("ring")
         os.ftruncate(ring_fd, RING_BYTES)
         peer = cls(*await copiers.open(device, arena, ring_fd, RING_BYTES), ring_fd)
@@ -91,7 +91,7 @@ class Peer:
 
 
 async def over(channel):
-    """Wait until nothing is copied for a channel any more."""
+    """Wait until no copy for a channel is active any more."""
     done = asyncio.Event()
     channel.end(done.set)
     async with asyncio.timeout(60):
@@ -99,7 +99,7 @@ async def over(channel):
 
 
 async def until(is_so):
-    """Wait for what another process does."""
+    """Wait for a change in another process."""
     async with asyncio.timeout(60):
         while not is_so():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
@@ -110,8 +110,8 @@ def pid_of(pidfd):
     return next(int(line.split()[1]) for line in info.splitlines() if line.startswith("Pid:"))
 
 
-async def test_pieces_of_slots_travel_both_ways(gpus, arena):
-    """Bit for bit, and no other byte changes; what was done is counted."""
+async def test_pieces_of_slots_are_copied_both_ways(gpus, arena):
+    """Bit for bit, and no other byte changes; the copies are counted."""
     before = bytes(arena.slots.memory)
     slot_bytes = arena.slots.slot_bytes
     async with running() as copiers:
@@ -144,8 +144,8 @@ async def test_pieces_of_slots_travel_both_ways(gpus, arena):
         encode_job(Job(Way.STORE, 1, RING_BYTES - 63, 0, 64, [0])),
     ],
 )
-async def test_a_job_beyond_its_bounds_ends_the_channel_alone(gpus, arena, packet):
-    """In order: nothing is copied any more, and another engine's channel goes on."""
+async def test_a_job_beyond_its_bounds_ends_only_its_channel(gpus, arena, packet):
+    """Later jobs are not done, and another engine's channel continues."""
     async with running() as copiers:
         bad, good = await Peer.of(copiers, arena), await Peer.of(copiers, arena)
         bad.sock.send(packet)
@@ -158,8 +158,8 @@ async def test_a_job_beyond_its_bounds_ends_the_channel_alone(gpus, arena, packe
         await over(good.channel)
 
 
-async def test_an_engine_that_goes_leaves_nothing_under_way(monkeypatch, arena):
-    """Its channel is over once its last job is done, whoever notices first."""
+async def test_an_engine_that_leaves_has_no_active_copies(monkeypatch, arena):
+    """Its channel ends after its last job, whichever side notices first."""
     for name, value in fake_cuda(copy_s=0.2).items():
         monkeypatch.setenv(name, value)
     async with running() as copiers:
@@ -191,7 +191,7 @@ async def test_an_opening_given_up_just_as_it_is_answered_harms_nobody(gpus, are
 
 
 async def test_a_killed_copier_is_replaced(gpus, arena):
-    """Whoever has a channel learns of it; the next one that asks has another process."""
+    """Owners of a channel learn of it; the next request gets another process."""
     async with running() as copiers:
         peer = await Peer.of(copiers, arena)
         signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
@@ -205,8 +205,8 @@ async def test_a_killed_copier_is_replaced(gpus, arena):
         other.close()
 
 
-async def test_a_copier_that_is_stuck_is_killed(gpus, arena, monkeypatch):
-    """One that is stopped answers no ping."""
+async def test_a_stuck_copier_is_killed(gpus, arena, monkeypatch):
+    """A stopped process answers no ping."""
     monkeypatch.setattr(copiers_module, "PING_S", 0.05)
     async with running() as copiers:
         peer = await Peer.of(copiers, arena)
@@ -219,7 +219,7 @@ async def test_a_copier_that_is_stuck_is_killed(gpus, arena, monkeypatch):
 
 @pytest.mark.long
 async def test_a_job_that_takes_too_long_ends_the_copier(arena, monkeypatch):
-    """It answers no ping then, and is killed: the GPU is stuck, or the job."""
+    """It answers no ping meanwhile, and is killed: the GPU is stuck, or the job."""
     for name, value in fake_cuda(copy_s=600).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(copiers_module, "PING_S", 0.05)
@@ -231,7 +231,7 @@ async def test_a_job_that_takes_too_long_ends_the_copier(arena, monkeypatch):
 
 
 async def test_each_gpu_has_a_copier(gpus, arena):
-    """Two engines on one GPU share a process, that of another GPU is another one."""
+    """Two engines on one GPU share a process; another GPU has another one."""
     async with running() as copiers:
         peers = [await Peer.of(copiers, arena, device) for device in (GPUS[0], GPUS[1], GPUS[0])]
         first, second, third = (pid_of(peer.pidfd) for peer in peers)
@@ -243,8 +243,8 @@ async def test_each_gpu_has_a_copier(gpus, arena):
             peer.close()
 
 
-async def test_what_is_given_up_is_unmapped(gpus, arena, monkeypatch):
-    """An arena that kvd closes takes no memory in a copier."""
+async def test_a_closed_arena_is_unmapped(gpus, arena, monkeypatch):
+    """It takes no memory in a copier."""
     monkeypatch.setattr(copiers_module, "PING_S", 0.05)
     async with running() as copiers:
         peer = await Peer.of(copiers, arena)
@@ -267,8 +267,8 @@ async def test_what_is_given_up_is_unmapped(gpus, arena, monkeypatch):
         (GPUS[0], {"PYTHONPATH": ""}, "no CUDA driver|not installed"),
     ],
 )
-async def test_why_there_is_none(gpus, arena, monkeypatch, device, environ, said):
-    """In one line, with a remedy; and nothing is left running."""
+async def test_the_reason_for_a_missing_copier(gpus, arena, monkeypatch, device, environ, said):
+    """In one line, with a remedy; no process is left running."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     async with running() as copiers:
@@ -279,14 +279,14 @@ async def test_why_there_is_none(gpus, arena, monkeypatch, device, environ, said
         assert copiers.num_failed == 0
 
 
-async def test_none_is_started_where_they_are_off(arena):
+async def test_switched_off_copiers_are_not_started(arena):
     async with running(is_enabled=False) as copiers:
         with pytest.raises(NoCopierError, match="starts no copiers"):
             await Peer.of(copiers, arena)
 
 
 async def test_a_ring_that_is_too_small_is_refused(gpus, arena):
-    """The copier says why, and goes on."""
+    """The copier gives the reason, and continues."""
     async with running() as copiers:
         ring_fd = os.memfd_create("ring")
         os.ftruncate(ring_fd, 100)

@@ -47,7 +47,7 @@ async def _serving(tmp_path, max_connections=4, refused=None):
             await asyncio.gather(serving, return_exceptions=True)
 
 
-async def _received(sock):
+async def _receive(sock):
     packet, fds = await receive(sock)
     return packets.decode(packet), fds
 
@@ -63,10 +63,10 @@ async def _until(is_so):
 
 
 async def test_a_token_is_claimed_once(tmp_path):
-    """The token names its process, once; a forged one names nobody."""
+    """The token names its process, once; a forged one names none."""
     async with _serving(tmp_path) as (data_socket, _):
         with _connect(tmp_path) as sock:
-            welcome, _ = await _received(sock)
+            welcome, _ = await _receive(sock)
             assert data_socket.claim(welcome.token).pid == os.getpid()
             for token in (welcome.token, "forged", ""):
                 with pytest.raises(AttachDeniedError):
@@ -74,22 +74,22 @@ async def test_a_token_is_claimed_once(tmp_path):
 
 
 async def test_the_arena_is_given_after_attach(tmp_path):
-    """Before Attach has named an arena nobody gets it; afterwards its descriptors come along."""
+    """Before Attach has named an arena none is sent; afterwards its descriptors are."""
     arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
     request = packets.ArenaRequest(arena.arena_id)
     async with _serving(tmp_path) as (data_socket, _):
         with _connect(tmp_path) as early:
-            await _received(early)
+            await _receive(early)
             packets.send(early, request)
-            refused, fds = await _received(early)
+            refused, fds = await _receive(early)
             assert isinstance(refused, packets.Refused)
             assert not fds
         with _connect(tmp_path) as sock:
-            welcome, _ = await _received(sock)
+            welcome, _ = await _receive(sock)
             connection = data_socket.claim(welcome.token)
             connection.arena = arena
             packets.send(sock, request)
-            mapping, fds = await _received(sock)
+            mapping, fds = await _receive(sock)
             slots_fd, progress_fd, wakeup_fd = fds
             assert mapping == packets.ArenaMapping(arena.slots.slot_bytes, 2, 4)
             assert os.fstat(slots_fd).st_ino == os.fstat(arena.fd).st_ino
@@ -102,27 +102,27 @@ async def test_the_arena_is_given_after_attach(tmp_path):
     arena.close()
 
 
-async def test_the_end_of_a_connection_is_not_the_end_of_its_process(tmp_path):
-    """It may still be writing, unless it has said that it leaves."""
+async def test_a_closed_connection_does_not_mean_a_dead_process(tmp_path):
+    """It may still be writing, unless it has announced its exit."""
     async with _serving(tmp_path) as (_, gone):
         for goodbyes in ((), (packets.Leaving(),)):
             with _connect(tmp_path) as sock:
-                await _received(sock)
+                await _receive(sock)
                 for goodbye in goodbyes:
                     packets.send(sock, goodbye)
         await _until(lambda: len(gone) == 2)
         assert sorted(connection.has_left for connection in gone) == [False, True]
 
 
-async def test_descriptors_are_given_back(tmp_path):
-    """However many come and go."""
+async def test_descriptors_are_closed(tmp_path):
+    """However many connections come and go."""
 
     def num_open():
         return len(list(Path("/proc/self/fd").iterdir()))
 
     async def visit():
         with _connect(tmp_path) as sock:
-            await _received(sock)
+            await _receive(sock)
 
     async with _serving(tmp_path) as (_, gone):
         await visit()
@@ -136,13 +136,13 @@ async def test_descriptors_are_given_back(tmp_path):
         assert num_open() <= before  # fewer: what earlier tests had left
 
 
-async def test_a_closed_connection_is_a_gone_peer(tmp_path):
-    """Its end is reported once, and its token is worth nothing any more."""
+async def test_a_closed_connection_is_reported(tmp_path):
+    """Once, and its token is invalid afterwards."""
     async with _serving(tmp_path) as (data_socket, gone):
         sock = _connect(tmp_path)
-        welcome, _ = await _received(sock)
+        welcome, _ = await _receive(sock)
         claimed_sock = _connect(tmp_path)
-        connection = data_socket.claim((await _received(claimed_sock))[0].token)
+        connection = data_socket.claim((await _receive(claimed_sock))[0].token)
         sock.close()
         claimed_sock.close()
         await asyncio.wait_for(connection.gone.wait(), 30)
@@ -151,7 +151,7 @@ async def test_a_closed_connection_is_a_gone_peer(tmp_path):
             data_socket.claim(welcome.token)
 
 
-async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
+async def test_a_dead_process_is_reported_though_its_connection_lives(tmp_path):
     """A child that inherited the connection does not keep the engine alive."""
     async with _serving(tmp_path) as (_, gone):
         process = await asyncio.create_subprocess_exec(
@@ -173,25 +173,25 @@ async def test_peers_are_bounded(tmp_path):
     counted = Tally()
     async with _serving(tmp_path, max_connections=1, refused=counted) as (_, gone):
         first = _connect(tmp_path)
-        await _received(first)
+        await _receive(first)
         with _connect(tmp_path) as second:
-            refused, _ = await _received(second)
+            refused, _ = await _receive(second)
         assert refused.reason == "limit_reached"
         assert counted.counts == {("limit_reached", f"uid {os.geteuid()}"): 1}
         first.close()
         await _until(lambda: gone)
         with _connect(tmp_path) as third:
-            assert isinstance((await _received(third))[0], packets.Welcome)
+            assert isinstance((await _receive(third))[0], packets.Welcome)
 
 
 async def test_connections_that_never_attach_leave_room(tmp_path):
-    """A user's take half of the places at most; whoever attaches gives its place among them up."""
+    """A user's take half of the places at most; attaching frees a connection's place among them."""
     async with _serving(tmp_path, max_connections=4) as (data_socket, _):
         socks = [_connect(tmp_path) for _ in range(3)]
-        first, _, refused = [(await _received(sock))[0] for sock in socks]
+        first, _, refused = [(await _receive(sock))[0] for sock in socks]
         assert refused.reason == "limit_reached"
         data_socket.claim(first.token)
         with _connect(tmp_path) as another:
-            assert isinstance((await _received(another))[0], packets.Welcome)
+            assert isinstance((await _receive(another))[0], packets.Welcome)
         for sock in socks:
             sock.close()

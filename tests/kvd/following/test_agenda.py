@@ -1,4 +1,4 @@
-"""What is pushed or dropped next, when, and after what; at random: nothing is forgotten."""
+"""What is pushed or dropped next, when, and in which order; random histories forget nothing."""
 
 import pytest
 from hypothesis import given
@@ -19,8 +19,8 @@ def following(writes="all"):
     return agenda
 
 
-def pushed(agenda, key, now_s, num_tokens=100, **values):
-    """Do the push that is next."""
+def do_next_push(agenda, key, now_s, num_tokens=100, **values):
+    """Do the next push."""
     step = agenda.next(now_s)
     assert isinstance(step, Push)
     assert step.key == key
@@ -28,8 +28,8 @@ def pushed(agenda, key, now_s, num_tokens=100, **values):
     return step
 
 
-def test_a_session_is_pushed_once_it_has_been_left_alone():
-    """Counted from the last time it was stored, and once."""
+def test_an_idle_session_is_pushed():
+    """Once, some time after it was last stored."""
     agenda = following()
     agenda.on_stored(A, 100.0, 50)
     assert agenda.wait_until_s() == 110.0
@@ -37,34 +37,34 @@ def test_a_session_is_pushed_once_it_has_been_left_alone():
     assert agenda.next(114.0) is None
     assert agenda.wait_until_s() == 115.0
     assert agenda.oldest_s() == 100.0
-    pushed(agenda, A, 115.0)
+    do_next_push(agenda, A, 115.0)
     assert agenda.is_done
     assert agenda.next(1e9) is None
     assert (agenda.wait_until_s(), agenda.oldest_s()) == (None, None)
 
 
-def test_one_that_is_never_left_alone_is_pushed_in_the_end():
-    """Its conversation would otherwise be nowhere else for hours."""
+def test_a_session_that_is_never_idle_is_pushed_in_the_end():
+    """Otherwise its conversation would exist nowhere else for hours."""
     agenda = following()
     for seconds in range(int(MOST_QUIETS * QUIET_S)):
         assert agenda.next(float(seconds)) is None
         agenda.on_stored(A, float(seconds))
-    pushed(agenda, A, MOST_QUIETS * QUIET_S)
+    do_next_push(agenda, A, MOST_QUIETS * QUIET_S)
 
 
-def test_the_most_valuable_is_first():
-    """Of those that are due, by tokens and how soon it may be back; the superseded are last."""
+def test_the_most_valuable_session_is_pushed_first():
+    """Of those due, by tokens and expected return; superseded ones come last."""
     agenda = following()
     agenda.on_stored(A, 0.0, 100)
     agenda.on_stored(B, 0.0, 300)
     agenda.on_stored(C, 0.0, 900)
     agenda.on_superseded(C)
     for key in (B, A, C):
-        pushed(agenda, key, 50.0)
+        do_next_push(agenda, key, 50.0)
 
 
-def test_what_is_stored_while_it_is_pushed_is_pushed_again():
-    """What went may be less."""
+def test_a_session_stored_during_its_push_is_pushed_again():
+    """The push may have sent less."""
     agenda = following()
     agenda.on_stored(A, 0.0)
     assert agenda.next(10.0) == Push(A)
@@ -72,12 +72,12 @@ def test_what_is_stored_while_it_is_pushed_is_pushed_again():
     assert agenda.oldest_s() == 0.0
     agenda.on_pushed(info_of(A), 10.0)
     assert agenda.oldest_s() == 11.0
-    pushed(agenda, A, 21.0)
+    do_next_push(agenda, A, 21.0)
 
 
 @pytest.mark.parametrize("event", ["gone", "missing"])
-def test_what_is_gone_is_not_pushed(event):
-    """Be it known before the push or by it; evicted is not deleted: nothing is dropped."""
+def test_a_dropped_session_is_not_pushed(event):
+    """It may be gone before the push or during it; eviction is no deletion: the store keeps it."""
     agenda = following()
     agenda.on_stored(A, 0.0)
     if event == "gone":
@@ -89,8 +89,8 @@ def test_what_is_gone_is_not_pushed(event):
     assert agenda.is_done
 
 
-def test_a_deletion_comes_before_all_else():
-    """It takes the push's place; whatever is written, for somebody wanted it to be nowhere."""
+def test_a_deletion_comes_first():
+    """It replaces the push, in every mode: the user wanted the session deleted everywhere."""
     for writes in ("none", "all"):
         agenda = following(writes)
         agenda.on_stored(B, 0.0, 1_000_000)
@@ -102,16 +102,16 @@ def test_a_deletion_comes_before_all_else():
         assert agenda.next(10.0) == (Push(B) if writes == "all" else None)
 
 
-def test_what_is_stored_after_it_was_deleted_lives():
-    """Another life of it; what it was before is replaced by its push."""
+def test_a_session_stored_after_its_deletion_is_pushed():
+    """It is a new session; its push replaces the old one."""
     agenda = following()
     agenda.on_deleted(A, 1e9, of_others=False)
     agenda.on_stored(A, 0.0)
-    pushed(agenda, A, 10.0)
+    do_next_push(agenda, A, 10.0)
 
 
-def test_a_push_that_failed_is_tried_again_ever_later():
-    """Unless the session is stored again: then it is another one."""
+def test_a_failed_push_is_retried_with_growing_pauses():
+    """Unless the session is stored again, which starts over."""
     agenda, now_s = following(), 10.0
     agenda.on_stored(A, 0.0)
     for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
@@ -120,10 +120,10 @@ def test_a_push_that_failed_is_tried_again_ever_later():
         assert agenda.next(now_s + pause_s - 1) is None
         now_s += pause_s
     agenda.on_stored(A, now_s)
-    pushed(agenda, A, now_s + QUIET_S)
+    do_next_push(agenda, A, now_s + QUIET_S)
 
 
-def test_what_was_not_done_is_to_be_done():
+def test_postponed_work_is_done_later():
     """It waits no longer for that."""
     agenda = following()
     agenda.on_stored(A, 0.0)
@@ -140,8 +140,8 @@ def test_what_was_not_done_is_to_be_done():
     assert agenda.next(10.0) == Drop(A, 1e9, of_others=False)
 
 
-def test_a_fenced_session_is_left_alone_until_it_goes_on_here():
-    """With more tokens than its owner has; that it is fenced is news once."""
+def test_a_fenced_session_is_not_pushed_until_it_continues_here():
+    """With more tokens than its owner has; the fencing is reported once."""
     agenda = following()
     agenda.on_stored(A, 0.0, 100)
     assert agenda.next(10.0) == Push(A)
@@ -152,13 +152,13 @@ def test_a_fenced_session_is_left_alone_until_it_goes_on_here():
     assert agenda.next(50.0) == Push(A, takes=True)
     assert not agenda.on_fenced(owners_tokens=250)
     agenda.on_stored(A, 60.0, 300)
-    pushed(agenda, A, 70.0)
+    do_next_push(agenda, A, 70.0)
     agenda.on_stored(A, 80.0, 10)
-    assert agenda.next(90.0) == Push(A)  # it is the owner again
+    assert agenda.next(90.0) == Push(A)  # this server owns it again
 
 
-def test_a_session_that_has_gone_on_here_before_it_was_known_to_be_fenced_is_taken_over():
-    """Its owner has pushed less, since; not one that was only listed: nobody knows when it was."""
+def test_a_session_that_continued_here_before_it_was_fenced_is_taken_over():
+    """Its owner has pushed less since; a session that was only listed has no known time."""
     agenda = following()
     agenda.on_stored(A, 0.0, 100)
     assert agenda.next(10.0) == Push(A)
@@ -172,11 +172,11 @@ def test_a_session_that_has_gone_on_here_before_it_was_known_to_be_fenced_is_tak
     assert agenda.next(200.0) is None
 
 
-def test_a_listing_brings_what_was_not_heard_of():
-    """What is known to be in the store as it is here needs no look; what has ended is dropped."""
+def test_a_listing_adds_sessions_that_were_missed():
+    """Sessions known to be in the store unchanged are skipped; ended ones are dropped."""
     agenda = following()
     agenda.on_stored(A, 0.0)
-    pushed(agenda, A, 10.0, num_tokens=100, idle_s=10.0)
+    do_next_push(agenda, A, 10.0, num_tokens=100, idle_s=10.0)
 
     def list_at(now_s):
         used = ((A, 10.0, False), (B, 100.0, False), (C, 0.0, True))
@@ -187,29 +187,29 @@ def test_a_listing_brings_what_was_not_heard_of():
         list_at(105.0)
     assert agenda.next(105.0) == Drop(C, 1e9, of_others=True)
     agenda.on_dropped()
-    assert agenda.next(105.0) is None  # B was used lately
-    assert agenda.oldest_s() is None  # it may be there
-    pushed(agenda, B, 110.0)
+    assert agenda.next(105.0) is None  # B was used recently
+    assert agenda.oldest_s() is None  # the store may have it
+    do_next_push(agenda, B, 110.0)
     list_at(115.0)
     assert agenda.next(1e9) is None
 
 
 @pytest.mark.parametrize("change", [{"ttl_s": 5.0}, {"pin": pb.PIN_SOFT}, {"idle_s": 1.0}])
-def test_a_listing_finds_what_has_changed(change):
-    """Another TTL, pin, or use is looked at, and so is everything in another store."""
+def test_a_listing_finds_changed_sessions(change):
+    """Another TTL, pin, or use is checked, and so is everything in another store."""
     agenda = following()
     agenda.on_stored(A, 0.0)
-    pushed(agenda, A, 10.0)
+    do_next_push(agenda, A, 10.0)
     agenda.on_listing([info_of(A, **{"idle_s": 1000.0, **change})], 200.0, 1e9)
     assert agenda.num_unpushed == 1
-    pushed(agenda, A, 300.0, **change)
+    do_next_push(agenda, A, 300.0, **change)
     agenda.forget_store()
     agenda.on_listing([info_of(A, **{"idle_s": 1000.0, **change})], 400.0, 1e9)
-    pushed(agenda, A, 410.0)
+    do_next_push(agenda, A, 410.0)
 
 
-def test_what_was_fetched_is_there():
-    """It need not be pushed, though kvd tells that it was stored."""
+def test_a_fetched_session_is_not_pushed():
+    """kvd reports that it was stored, but the store has it."""
     agenda = following()
     agenda.on_stored(A, 0.0)
     agenda.on_pulled(info_of(A), 100, 0.0)
@@ -217,8 +217,8 @@ def test_what_was_fetched_is_there():
     assert agenda.is_done
 
 
-def test_what_a_turn_adds_at_once_to_what_is_fetched_is_pushed():
-    """Its end is heard of before that of the pull."""
+def test_a_turn_right_after_a_fetch_is_pushed():
+    """Its end is reported before that of the pull."""
     agenda = following()
     agenda.on_stored(A, 0.0, 60)
     agenda.on_stored(A, 1.0, 120)
@@ -226,8 +226,8 @@ def test_what_a_turn_adds_at_once_to_what_is_fetched_is_pushed():
     assert agenda.next(1e9) == Push(A)
 
 
-def test_at_the_end_nothing_is_held_back():
-    """What is not left alone yet, and what failed before, once its pause is over."""
+def test_at_the_end_nothing_is_delayed():
+    """Sessions that are not idle yet, and failed ones after their pause."""
     agenda = following()
     agenda.on_stored(A, 0.0)
     agenda.on_stored(B, 9.0)
@@ -240,8 +240,8 @@ def test_at_the_end_nothing_is_held_back():
 
 
 @pytest.mark.parametrize("writes", ["none", "drain"])
-def test_what_is_not_written_is_not_remembered(writes):
-    """Nothing, or only at the end; a reload takes what waits away."""
+def test_unpushed_modes_remember_nothing(writes):
+    """With "none", or "drain" before the end; a reload removes waiting work."""
     agenda = following()
     agenda.on_stored(A, 0.0)
     agenda.reconfigure(writes, QUIET_S)
@@ -257,9 +257,8 @@ def near(agenda, key, now_s=0.0, *, is_superseded=False):
     agenda.on_near_eviction(key, now_s, 100, is_superseded=is_superseded)
 
 
-def test_what_is_near_eviction_is_pushed_at_once():
-    """In the order in which it goes, what another session goes on in the place of last; the rest at
-    the end."""
+def test_sessions_near_eviction_are_pushed_at_once():
+    """In order of eviction, superseded ones last; all others at the end."""
     agenda = following("evicted")
     for key in (A, B, C):
         agenda.on_stored(key, 0.0, 100)
@@ -267,17 +266,17 @@ def test_what_is_near_eviction_is_pushed_at_once():
     near(agenda, C, is_superseded=True)
     near(agenda, B, 1.0)
     assert agenda.oldest_s() == 0.0
-    pushed(agenda, B, 1.0)
-    pushed(agenda, C, 1.0)
+    do_next_push(agenda, B, 1.0)
+    do_next_push(agenda, C, 1.0)
     assert agenda.is_done
     agenda.drain()
     agenda.on_listing([info_of(key, idle_s=1.0) for key in (A, B, C)], 1.0, 1e9)
-    pushed(agenda, A, 1.0)
+    do_next_push(agenda, A, 1.0)
     assert agenda.is_done
 
 
-def test_what_is_used_again_waits_until_it_is_near_again():
-    """What is stored of it then is more; what failed is tried again."""
+def test_a_session_used_again_waits_until_it_is_near_eviction_again():
+    """It will have grown then; failed pushes are retried."""
     agenda = following("evicted")
     near(agenda, A)
     agenda.on_stored(A, 1.0, 200)
@@ -286,14 +285,14 @@ def test_what_is_used_again_waits_until_it_is_near_again():
     assert agenda.next(2.0) == Push(A)
     agenda.on_failed(2.0)
     assert agenda.next(2.0) is None
-    pushed(agenda, A, 2.0 + FIRST_PAUSE_S)
+    do_next_push(agenda, A, 2.0 + FIRST_PAUSE_S)
 
 
-def test_a_listing_says_what_is_near_eviction():
-    """It was said when nobody heard it; what is there is known to be."""
+def test_a_listing_shows_sessions_near_eviction():
+    """The event was missed; sessions in the store are known."""
     agenda = following("evicted")
     near(agenda, B)
-    pushed(agenda, B, 0.0)
+    do_next_push(agenda, B, 0.0)
     agenda.on_listing(
         [
             info_of(A, idle_s=9.0, near_eviction=True),
@@ -303,33 +302,33 @@ def test_a_listing_says_what_is_near_eviction():
         0.0,
         1e9,
     )
-    pushed(agenda, A, 0.0)
+    do_next_push(agenda, A, 0.0)
     assert agenda.is_done
 
 
-def test_a_reload_takes_away_what_is_not_near_eviction():
-    """The listing that follows says what is; other settings take nothing away."""
+def test_a_reload_removes_sessions_not_near_eviction():
+    """The next listing shows which are; other settings remove nothing."""
     agenda = following("all")
     agenda.on_stored(A, 0.0)
     agenda.reconfigure("evicted", QUIET_S)
     assert agenda.is_done
     near(agenda, B)
     agenda.reconfigure("evicted", 2 * QUIET_S)
-    pushed(agenda, B, 0.0)
+    do_next_push(agenda, B, 0.0)
 
 
 @pytest.mark.parametrize("writes", ["none", "drain", "all"])
-def test_who_pushes_otherwise_does_not_heed_evictions(writes):
-    """kvd may have been told before the follower was."""
+def test_other_modes_ignore_evictions(writes):
+    """kvd may have been reloaded before the follower was."""
     agenda = following(writes)
     near(agenda, A)
     assert agenda.is_done
 
 
 class World:
-    """What kvd has (tokens, when stored), what the store was last given of it, and an agenda.
+    """kvd's sessions (tokens, when stored), the store's copies of them, and an agenda.
 
-    `near`: sessions that are near eviction, as far as kvd has said so.
+    `near`: sessions near eviction, as far as kvd has reported them.
     """
 
     def __init__(self, writes="all") -> None:
@@ -381,7 +380,7 @@ class World:
         self.step(num, "is_fenced")
 
     def step(self, num, result="") -> bool:
-        """Do what is next, if there is anything; it ends so."""
+        """Do the next item, if there is one; it ends with success."""
         step, agenda = self.agenda.next(self.now_s), self.agenda
         if step is None:
             return False
@@ -405,7 +404,7 @@ class World:
         return True
 
     def work(self) -> None:
-        """Do all that there is to do, until nothing is left whenever that would be."""
+        """Do everything until nothing is left, whenever it would be due."""
         for _ in range(100):
             if not self.step(0) and self.agenda.is_done:
                 break
@@ -413,7 +412,7 @@ class World:
         assert self.agenda.is_done
 
     def are_there(self, keys) -> bool:
-        """Whether the store has what is here of these sessions, but for what is fenced."""
+        """Return whether the store has the present state of these sessions, but for fenced ones."""
         return all(self.there.get(key) == self.here[key] or key in self.fenced for key in keys)
 
 
@@ -431,8 +430,8 @@ EVENTS = st.tuples(
 
 @few(150)
 @given(st.lists(EVENTS, max_size=60))
-def test_nothing_is_forgotten_and_nothing_done_twice(events):
-    """Whatever happens, in the end what is stored is there, but for what is fenced."""
+def test_no_session_is_forgotten_or_pushed_twice(events):
+    """After any history the store has what is stored, but for fenced sessions."""
     world = World()
     for event, key, num in events:
         event(world, key, num)
@@ -444,8 +443,8 @@ def test_nothing_is_forgotten_and_nothing_done_twice(events):
 
 @few(150)
 @given(st.lists(EVENTS, max_size=60))
-def test_what_is_near_eviction_is_there_in_time(events):
-    """Whatever happens; and at the end the rest is, too."""
+def test_sessions_near_eviction_are_pushed_in_time(events):
+    """After any history; and at the end the others are, too."""
     world = World("evicted")
     for event, key, num in events:
         event(world, key, num)

@@ -1,4 +1,4 @@
-"""What each event comes to: something to push, to drop, to fetch, or nothing."""
+"""The effect of each event: a push, a drop, a fetch, or nothing."""
 
 import pytest
 
@@ -18,8 +18,8 @@ def event_of(name, key=A, **fields):
     return pb.Event(unix_s=5.0, name=name, session=named, fields=fields)
 
 
-def heard(*events, writes="all"):
-    """What is next after these events."""
+def work_after(*events, writes="all"):
+    """Return the next work after these events."""
     agenda, wanted = Agenda(), Wanted()
     agenda.reconfigure(writes, 0.0)
     for event in events:
@@ -51,9 +51,9 @@ NEAR = event_of(actions.SESSION_NEAR_EVICTION, num_tokens="4", superseded="0")
         ([event_of(actions.SESSION_FLUSHED, why="imported")], None),
     ],
 )
-def test_of_an_event_that_has_just_happened(events, step):
-    """Only what somebody wanted to be gone goes from the store."""
-    assert heard(*events) == (step, None)
+def test_effects_of_new_events(events, step):
+    """Only sessions that a user or operator dropped are removed from the store."""
+    assert work_after(*events) == (step, None)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_of_an_event_that_has_just_happened(events, step):
         ([NEAR, event_of(actions.SESSION_ENDED)], Drop(A, 5.0, of_others=True)),
     ],
 )
-def test_of_an_event_where_only_what_is_near_eviction_is_pushed(events, step):
-    """What is stored again is near it no more."""
-    assert heard(*events, writes="evicted") == (step, None)
+def test_effects_of_events_with_pushes_near_eviction(events, step):
+    """A session that is stored again is not near eviction any more."""
+    assert work_after(*events, writes="evicted") == (step, None)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_of_an_event_where_only_what_is_near_eviction_is_pushed(events, step):
         ("1", [event_of(actions.SESSION_DROPPED, why="evicted")], 0),
     ],
 )
-def test_what_is_evicted_before_it_is_pushed_is_counted(superseded, events, num_evicted):
-    """Once, and not what is no loss."""
+def test_unpushed_evictions_are_counted(superseded, events, num_evicted):
+    """Once, and only if something is lost."""
     agenda = Agenda()
     agenda.reconfigure("evicted", 0.0)
     near = event_of(actions.SESSION_NEAR_EVICTION, num_tokens="4", superseded=superseded)
@@ -94,16 +94,16 @@ def test_what_is_evicted_before_it_is_pushed_is_counted(superseded, events, num_
     assert agenda.num_evicted == num_evicted
 
 
-def test_what_is_wanted_is_fetched():
-    """And not pushed."""
-    assert heard(event_of(actions.SESSION_WANTED, num_tokens="9")) == (None, A)
+def test_a_wanted_session_is_fetched():
+    """It is not pushed."""
+    assert work_after(event_of(actions.SESSION_WANTED, num_tokens="9")) == (None, A)
 
 
-def test_what_is_being_imported_is_nobodys():
-    """It gets its own name when all of it is there."""
+def test_a_session_being_imported_is_ignored():
+    """It gets its own name when it is complete."""
     unfinished = key_of(unfinished_name())
     for name in EVENTS:
-        assert heard(event_of(name, unfinished, num_tokens="1", why="flush")) == (None, None)
+        assert work_after(event_of(name, unfinished, num_tokens="1", why="flush")) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_what_is_being_imported_is_nobodys():
         ([event_of(actions.SESSION_DROPPED, why="evicted")], None),
     ],
 )
-def test_of_the_past_only_deletions_are_heard(events, step):
-    """What else has become of sessions a listing says."""
+def test_of_past_events_only_deletions_have_an_effect(events, step):
+    """A listing shows all other changes."""
     agenda = Agenda()
     agenda.reconfigure("all", 0.0)
     for event in events:

@@ -1,4 +1,4 @@
-"""What the follower's scrape says."""
+"""The follower's metrics."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -7,7 +7,7 @@ from kvd.following.figures import METRICS, Backlog, Figures, make_exporter, stat
 NOTHING = Backlog(0, 0.0, 0, 0)
 
 
-def scraped(figures, waiting=NOTHING):
+def scrape_samples(figures, waiting=NOTHING):
     text, _ = make_exporter(figures, lambda: waiting).render("text/plain")
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -16,15 +16,15 @@ def scraped(figures, waiting=NOTHING):
     }
 
 
-def test_a_scrape_says_what_was_done_and_what_is_left():
-    """By result; of a store that was never asked nothing is said."""
+def test_metrics_show_finished_and_waiting_work():
+    """By result; a store that was never asked has no value."""
     figures = Figures()
     figures.pushes.add("pushed", amount=3)
     figures.pulls.add("absent")
     figures.drops.add("dropped")
     figures.add_bytes("sent", 5)
     figures.requests.add("put", amount=2)
-    before = scraped(figures, Backlog(4, 2.5, 1, 6, 5))
+    before = scrape_samples(figures, Backlog(4, 2.5, 1, 6, 5))
     assert before["kvd_remote_pushes_total", "pushed"] == 3
     assert before["kvd_remote_pulls_total", "absent"] == 1
     assert before["kvd_remote_drops_total", "dropped"] == 1
@@ -38,10 +38,10 @@ def test_a_scrape_says_what_was_done_and_what_is_left():
     assert before["kvd_remote_kvd_up",] == 0
     assert ("kvd_remote_store_up",) not in before
     figures.store_up = False
-    assert scraped(figures)["kvd_remote_store_up",] == 0
+    assert scrape_samples(figures)["kvd_remote_store_up",] == 0
 
 
-def test_a_line_says_how_it_goes():
+def test_the_status_line():
     """For `systemctl status`."""
     figures = Figures()
     assert status_of(figures, NOTHING) == "kvd does not answer"
@@ -52,6 +52,6 @@ def test_a_line_says_how_it_goes():
     assert said == "1 session to push, the oldest for 1m30s, the store fails"
 
 
-def test_names():
+def test_names_have_the_prefix():
     """Each says whose it is."""
     assert all(row.name.startswith(("kvd_remote_", "process_")) for row in METRICS)

@@ -1,4 +1,4 @@
-"""The follower goes by kvd's own settings, as it tells them."""
+"""The follower uses kvd's own settings, which it asks for."""
 
 import pytest
 
@@ -19,7 +19,7 @@ GIVEN = {
 
 
 class Kvd:
-    """What it answers when it is asked for its settings."""
+    """The answer to a request for settings."""
 
     def __init__(self, answer: pb.GetSettingsResponse) -> None:
         self._answer = answer
@@ -29,21 +29,21 @@ class Kvd:
 
 
 @pytest.mark.parametrize("given", [{}, GIVEN])
-def test_they_are_those_in_force(given):
-    """Whatever of them is given, and the defaults."""
+def test_settings_are_those_in_force(given):
+    """The given ones, and defaults for the rest."""
     loaded = load(None, given)
     assert remote_settings(Kvd(settings_message(loaded))) == loaded.settings.remote
 
 
-def test_a_kvd_of_another_release_is_told_so():
-    """By the setting that is not known here."""
+def test_a_kvd_of_another_release_is_reported():
+    """By the setting that is unknown here."""
     answer = settings_message(load(None, {}))
     answer.settings.add(key="remote.colour", json='"red"')
     with pytest.raises(OtherReleaseError, match="colour"):
         remote_settings(Kvd(answer))
 
 
-def test_metrics_are_for_this_machine():
+def test_metrics_listen_locally_only():
     """Nothing guards them elsewhere."""
     with pytest.raises(Exception, match="is not local"):
         load(None, {"remote.metrics": ["0.0.0.0:9642"]})

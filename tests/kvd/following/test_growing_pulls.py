@@ -1,4 +1,4 @@
-"""Pulls of a real kvd: what has come of a session counts at once, and nothing else ever does."""
+"""Pulls of a real kvd: the arrived part of a session is usable at once, and nothing else is."""
 
 import asyncio
 
@@ -28,12 +28,12 @@ BLOCK_TOKENS = small_layout().block_tokens
 
 @pytest.fixture(autouse=True)
 def grows_at_once(monkeypatch):
-    """With each chunk, however small."""
+    """Let sessions grow with each chunk, however small."""
     monkeypatch.setattr("kvd.remote.pulling.GROW_BYTES", 1)
 
 
-async def waited_for(place, wait_s):
-    """Load the session as a turn does that may wait for it; returns how many tokens it has."""
+async def load_with_wait(place, wait_s):
+    """Load the session as a turn that may wait for it; return how many tokens it has."""
     grant = await place.engine.client.prepare_load(
         KEY, encode(TOKENS), 0, 30.0, fetch_wait_s=wait_s, history_tokens=len(TOKENS)
     )
@@ -41,14 +41,14 @@ async def waited_for(place, wait_s):
     return grant.end_token if grant.lookup is not Lookup.MISS else 0
 
 
-async def test_a_turn_that_waits_no_longer_has_what_has_come(tmp_path):
-    """Half of it; the rest comes for the next one."""
+async def test_a_turn_that_stops_waiting_has_the_arrived_part(tmp_path):
+    """It has half of the session; the rest arrives for the next turn."""
     async with moved_session(tmp_path) as place:
         await asyncio.to_thread(place.client.answer_wanted, key_message(KEY), coming=False)
-        await waited_for(place, 0.001)  # it is asked for
+        await load_with_wait(place, 0.001)  # it is asked for
         await asyncio.to_thread(place.client.answer_wanted, key_message(KEY), coming=True)
         async with place.pulling(3) as pull:
-            assert await waited_for(place, 0.05) == 3 * CHUNK_TOKENS
+            assert await load_with_wait(place, 0.05) == 3 * CHUNK_TOKENS
             assert (await place.engine.load(KEY, TOKENS)).num_tokens == 3 * CHUNK_TOKENS
             assert await place.here() == (3 * CHUNK_TOKENS, NOT_FETCHED)
         info, pulled = await pull
@@ -56,8 +56,8 @@ async def test_a_turn_that_waits_no_longer_has_what_has_come(tmp_path):
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
-async def test_a_turn_that_waits_has_its_history_as_soon_as_that_is_there(tmp_path):
-    """It loads while the rest of the session still comes."""
+async def test_a_waiting_turn_continues_as_soon_as_its_history_is_complete(tmp_path):
+    """It loads while the rest of the session still arrives."""
     async with moved_session(tmp_path) as place:
         await asyncio.to_thread(place.client.answer_wanted, key_message(KEY), coming=True)
         history = TOKENS[: 4 * CHUNK_TOKENS]
@@ -77,8 +77,8 @@ async def test_a_turn_that_waits_has_its_history_as_soon_as_that_is_there(tmp_pa
         assert (await pull)[1].num_tokens == len(TOKENS)
 
 
-async def test_damage_leaves_what_lies_before_it(tmp_path):
-    """Two chunks of which the third is damaged; what the store has is not replaced by that."""
+async def test_damage_leaves_the_chunks_before_it(tmp_path):
+    """The third chunk is damaged: two stay, and do not replace what the store has."""
     async with moved_session(tmp_path) as place:
         place.damage(2)
         assert await refusal(asyncio.create_task(place.pull())) == "damaged_remote"
@@ -92,8 +92,8 @@ async def test_damage_leaves_what_lies_before_it(tmp_path):
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
-async def test_what_goes_on_here_meanwhile_stays(tmp_path):
-    """A turn has loaded what had come, computed the rest and more: the pull ends quietly."""
+async def test_a_session_that_continues_here_during_the_pull_stays(tmp_path):
+    """A turn has loaded the arrived part, computed the rest and more: the pull ends quietly."""
     longer = [*TOKENS, 7, 8, 9]
     async with moved_session(tmp_path) as place:
         async with place.pulling(2) as pull:
@@ -105,8 +105,8 @@ async def test_what_goes_on_here_meanwhile_stays(tmp_path):
         assert (pushed.outcome, pushed.num_tokens) == (Outcome.PUSHED, len(longer))
 
 
-async def test_what_is_sealed_counts_when_all_of_it_has_come(tmp_path):
-    """Nobody knows before that no chunk is missing."""
+async def test_a_sealed_session_is_usable_when_complete(tmp_path):
+    """Only the end proves that no chunk is missing."""
     write_key(tmp_path / "key", new_key())
     async with moved_session(tmp_path, KVD_ENCRYPTION__KEY_FILE=str(tmp_path / "key")) as place:
         place.damage(4)
@@ -117,8 +117,8 @@ async def test_what_is_sealed_counts_when_all_of_it_has_come(tmp_path):
         assert await place.here() == (len(TOKENS), "")
 
 
-async def test_kvd_is_killed_half_way(tmp_path):
-    """What it finds of the session is sound, and known not to be all: the store keeps the rest."""
+async def test_kvd_is_killed_during_a_pull(tmp_path):
+    """The part it finds is sound, and known to be incomplete: the store keeps the rest."""
     async with moved_session(tmp_path) as place:
         async with place.pulling(3) as pull:
             await place.kvd.kill()
@@ -126,7 +126,7 @@ async def test_kvd_is_killed_half_way(tmp_path):
         await place.kvd.start()
         found = await place.here()
         num_here = found[0] if found else 0
-        assert num_here in range(0, 3 * CHUNK_TOKENS + 1, BLOCK_TOKENS)  # those that were hashed
+        assert num_here in range(0, 3 * CHUNK_TOKENS + 1, BLOCK_TOKENS)  # blocks that were hashed
         assert found is None or found[1]
         with connect_to(f"unix:{place.kvd.runtime_dir}/operator.sock") as client:
             transfers = Transfers(place.store, client, HERE)

@@ -1,4 +1,4 @@
-"""Whoever is told of requests hears of each before it is made, and may forbid it."""
+"""A callback gets each request before it is made, and may forbid it."""
 
 from random import Random
 
@@ -10,7 +10,7 @@ from tests.faulty_store import FaultyStore, View
 
 
 class Heard:
-    """A store, what was heard of its requests, and what was there when the last was heard of."""
+    """A store, its requests, and the objects that existed at the last one."""
 
     def __init__(self) -> None:
         self.store = FaultyStore(Random(1))  # noqa: S311
@@ -23,8 +23,8 @@ class Heard:
         self.there = sorted(self.store.blobs)
 
 
-def test_each_request_is_told_before_it_is_made() -> None:
-    """And does what it does without."""
+def test_each_request_is_reported_before_it_is_made() -> None:
+    """The store behaves as it does without."""
     heard = Heard()
     paced = heard.paced
     paced.put("v1/a", b"0123", if_absent=True)
@@ -41,7 +41,7 @@ def test_each_request_is_told_before_it_is_made() -> None:
 
 @pytest.mark.parametrize(("num_blobs", "num_pages"), [(0, 1), (3, 1), (7, 3)])
 def test_each_page_is_a_request(num_blobs: int, num_pages: int) -> None:
-    """A listing of nothing is one, too."""
+    """So is an empty listing."""
     heard = Heard()
     for number in range(num_blobs):
         heard.paced.put(f"v1/{number}", b"")
@@ -50,8 +50,8 @@ def test_each_page_is_a_request(num_blobs: int, num_pages: int) -> None:
     assert heard.kinds == ["list"] * num_pages
 
 
-def test_what_is_not_allowed_is_not_made() -> None:
-    """An error of who is told ends the request before it begins."""
+def test_a_forbidden_request_is_not_made() -> None:
+    """An exception of the callback prevents the request."""
     heard = Heard()
 
     def refuse(_: str) -> None:
@@ -63,8 +63,8 @@ def test_what_is_not_allowed_is_not_made() -> None:
     assert heard.store.blobs == {}
 
 
-def test_it_keeps_what_its_store_keeps() -> None:
-    """Of a store that loses objects it says so."""
+def test_it_reports_whether_its_store_is_durable() -> None:
+    """For one that may lose objects it says so."""
 
     class Loses(View):
         keeps = False

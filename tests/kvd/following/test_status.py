@@ -1,4 +1,4 @@
-"""A follower's file says what it does, and a reader knows whether it still does."""
+"""A follower's status file, and how readers know whether the follower still runs."""
 
 import os
 import subprocess
@@ -26,8 +26,8 @@ def _status():
     return follower_status(figures, WAITING, settings, NOW_S - 60, NOW_S)
 
 
-def test_what_is_written_is_read(tmp_path):
-    """All of it; anybody may read it, and nothing else is left in the directory."""
+def test_a_status_round_trips(tmp_path):
+    """Any user may read it, and no other file is left in the directory."""
     place = own_place(tmp_path, {})
     write_status(place, _status())
     write_status(place, _status())
@@ -41,8 +41,8 @@ def test_what_is_written_is_read(tmp_path):
     assert place.stat().st_mode & 0o777 == 0o644
 
 
-def test_under_systemd_it_is_in_the_followers_own_directory(tmp_path):
-    """Which stands beside kvd's; of two files the newer one counts."""
+def test_under_systemd_the_file_is_in_the_followers_directory(tmp_path):
+    """It lies beside kvd's directory; of two files the newer one counts."""
     kvd, own = tmp_path / "kvd", tmp_path / "kvd-remote"
     for directory in (kvd, own):
         directory.mkdir()
@@ -72,8 +72,8 @@ def test_where_none_runs_that_is_said(tmp_path):
         read_status(tmp_path, NOW_S)
 
 
-def test_who_was_killed_has_died_before_its_parent_waits_for_it(tmp_path):
-    """Until then its pid is there."""
+def test_a_killed_follower_counts_as_dead_before_it_is_reaped(tmp_path):
+    """Its pid exists until then."""
     with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE) as process:
         write_status(own_place(tmp_path, {}), replace(_status(), pid=process.pid, start_ticks=0))
         assert read_status(tmp_path, NOW_S).is_well
@@ -87,6 +87,6 @@ def test_who_was_killed_has_died_before_its_parent_waits_for_it(tmp_path):
     ("kvd_up", "store_up", "is_well"),
     [(True, None, True), (True, True, True), (True, False, False), (False, True, False)],
 )
-def test_it_is_well_while_both_answer(kvd_up, store_up, is_well):
-    """A store that was not asked yet is none that fails."""
+def test_it_is_healthy_while_store_and_kvd_answer(kvd_up, store_up, is_well):
+    """A store that was not asked yet does not count as failing."""
     assert replace(_status(), kvd_up=kvd_up, store_up=store_up).is_well is is_well

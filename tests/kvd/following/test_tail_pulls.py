@@ -1,4 +1,4 @@
-"""Pulls of a real kvd that has the first part of a session: only what is missing is fetched."""
+"""Pulls of a real kvd that has the first part of a session: only the missing part is fetched."""
 
 import asyncio
 
@@ -23,12 +23,12 @@ from tests.moved_session import (
 
 @pytest.fixture(autouse=True)
 def grows_at_once(monkeypatch):
-    """With each chunk, however small."""
+    """Let sessions grow with each chunk, however small."""
     monkeypatch.setattr("kvd.remote.pulling.GROW_BYTES", 1)
 
 
-async def fetched(place: Place) -> tuple[list[int], int]:
-    """Pull the session; returns which of its chunks were fetched, and how many bytes in all."""
+async def pull_session(place: Place) -> tuple[list[int], int]:
+    """Pull the session; return which of its chunks were fetched, and how many bytes in all."""
     place.store.fetched.clear()
     found = await place.pull()
     assert found is not None
@@ -47,8 +47,8 @@ async def fetched(place: Place) -> tuple[list[int], int]:
         (len(TOKENS) - 1, NUM_CHUNKS - 1),
     ],
 )
-async def test_only_chunks_that_are_not_all_here_are_fetched(tmp_path, num_here, first):
-    """From the end of a chunk on; the session is then byte for byte the one that was pushed."""
+async def test_only_missing_chunks_are_fetched(tmp_path, num_here, first):
+    """From the end of a chunk on; the session then equals the pushed one, byte for byte."""
     async with moved_session(tmp_path) as place:
         await place.pull()
         whole = await place.exported()
@@ -56,7 +56,7 @@ async def test_only_chunks_that_are_not_all_here_are_fetched(tmp_path, num_here,
         if num_here:
             await place.engine.store(KEY, TOKENS[:num_here])
             place.own_elsewhere()
-        chunks, num_bytes = await fetched(place)
+        chunks, num_bytes = await pull_session(place)
         assert chunks == [*range(first, NUM_CHUNKS)]
         wanted = sum(chunk.num_bytes for chunk in place.manifest.chunks[first:])
         assert num_bytes == wanted + (len(TOKENS) * TOKEN_BYTES if first else 0)
@@ -65,30 +65,30 @@ async def test_only_chunks_that_are_not_all_here_are_fetched(tmp_path, num_here,
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
-async def test_after_a_restart_of_kvd_its_ssd_counts(tmp_path):
-    """Where nobody remembers which tokens are in a block: its key tells."""
+async def test_after_a_restart_of_kvd_its_blocks_on_ssd_count(tmp_path):
+    """The tokens of a block are not in memory: its key identifies it."""
     async with moved_session(tmp_path, keep="none") as place:
         await place.engine.store(KEY, TOKENS[: 3 * CHUNK_TOKENS])
         place.own_elsewhere()
         await place.restart()
-        chunks, _ = await fetched(place)
+        chunks, _ = await pull_session(place)
         assert chunks == [3, 4, 5]
         assert await place.here() == (len(TOKENS), "")
 
 
-async def test_other_tokens_have_all_of_it_fetched(tmp_path):
-    """What is here went another way; it becomes what is pulled, as it did before."""
+async def test_a_session_with_other_tokens_is_fetched_completely(tmp_path):
+    """The local one diverged; the pulled one replaces it, as before."""
     async with moved_session(tmp_path) as place:
         await place.engine.store(KEY, [*TOKENS[:CHUNK_TOKENS], *range(CHUNK_TOKENS)])
         place.own_elsewhere()
-        chunks, num_bytes = await fetched(place)
+        chunks, num_bytes = await pull_session(place)
         assert chunks == [*range(NUM_CHUNKS)]
         assert num_bytes >= sum(chunk.num_bytes for chunk in place.manifest.chunks)
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
 @pytest.mark.parametrize("lacks", ["the name", "the object", "its bytes"])
-async def test_where_nobody_can_tell_the_tokens_all_of_it_is_fetched(tmp_path, lacks):
+async def test_without_known_tokens_everything_is_fetched(tmp_path, lacks):
     """A manifest of an older release, an object that an older sweep has removed, or damage."""
     async with moved_session(tmp_path) as place:
         await place.engine.store(KEY, TOKENS[: 3 * CHUNK_TOKENS])
@@ -99,38 +99,38 @@ async def test_where_nobody_can_tell_the_tokens_all_of_it_is_fetched(tmp_path, l
             data, stored_s = place.blobs.blobs[name]
             place.blobs.blobs[name] = (data[:-1] + b"\7", stored_s)
         place.own_elsewhere(names_tokens=lacks != "the name")
-        chunks, _ = await fetched(place)
+        chunks, _ = await pull_session(place)
         assert chunks == [*range(NUM_CHUNKS)]
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
-async def test_what_is_sealed_is_fetched_whole(tmp_path):
-    """Its tokens are nobody's to see, and its end proves that every chunk was there."""
+async def test_a_sealed_session_is_fetched_completely(tmp_path):
+    """Its tokens are hidden, and only its end proves that every chunk was there."""
     write_key(tmp_path / "key", new_key())
     async with moved_session(tmp_path, KVD_ENCRYPTION__KEY_FILE=str(tmp_path / "key")) as place:
         assert not place.manifest.HasField("token_ids")
         await place.engine.store(KEY, TOKENS[: 3 * CHUNK_TOKENS])
         place.own_elsewhere()
-        chunks, _ = await fetched(place)
+        chunks, _ = await pull_session(place)
         assert chunks == [*range(NUM_CHUNKS)]
         assert await place.here() == (len(TOKENS), "")
 
 
-async def test_a_pull_goes_on_where_the_last_one_broke_off(tmp_path):
-    """What has come is not fetched again."""
+async def test_a_pull_continues_where_the_last_one_was_interrupted(tmp_path):
+    """Chunks that arrived are not fetched again."""
     async with moved_session(tmp_path) as place:
         place.damage(3)
         assert await refusal(asyncio.create_task(place.pull())) == "damaged_remote"
         assert await place.here() == (3 * CHUNK_TOKENS, NOT_FETCHED)
         place.damage(3)
-        chunks, _ = await fetched(place)
+        chunks, _ = await pull_session(place)
         assert chunks == [3, 4, 5]
         assert await place.here() == (len(TOKENS), "")
         assert (await place.engine.load(KEY, TOKENS)).num_tokens == len(TOKENS)
 
 
-async def test_the_owner_is_who_pulls(tmp_path):
-    """Of a tail as of all of it; what is pushed then names all of it again."""
+async def test_the_pulling_server_becomes_the_owner(tmp_path):
+    """Of a tail as of a whole session; its next push names all chunks again."""
     async with moved_session(tmp_path) as place:
         await place.engine.store(KEY, TOKENS[:CHUNK_TOKENS])
         place.own_elsewhere()

@@ -1,4 +1,4 @@
-"""Pushes, drops and pulls between servers in memory: whose a session is, and what wins."""
+"""Pushes, drops and pulls between servers in memory: owners of sessions, and conflicts."""
 
 from collections import Counter
 from random import Random
@@ -27,7 +27,7 @@ LATER, EARLIER = 4e9, 0.0  # unix seconds, after and before all pushes
 
 
 class Place:
-    """A store, and two servers that deal with it; the first has pushed session A."""
+    """A store, and two servers that use it; the first has pushed session A."""
 
     def __init__(self) -> None:
         self.store = FaultyStore(Random(3))  # noqa: S311
@@ -51,8 +51,8 @@ class Place:
         return Catalog(self.view).read(session_place(A)).manifest
 
 
-def test_a_pulled_session_is_its_servers():
-    """The one before is told so, and takes it over only when that is asked."""
+def test_the_pulling_server_becomes_the_owner():
+    """The previous owner learns it, and takes the session over only on request."""
     place = Place()
     info, pulled = place.pull(1)
     assert (info.num_tokens, pulled.epoch) == (len(TOKENS), 2)
@@ -65,8 +65,8 @@ def test_a_pulled_session_is_its_servers():
     assert (place.manifest.owner_name, place.manifest.epoch) == ("one", 3)
 
 
-def test_what_is_here_is_not_pulled():
-    """Nor what nobody has pushed, or has dropped; the owner stays who it is."""
+def test_a_stored_session_is_not_pulled():
+    """Nor one that was never pushed, or was dropped; the owner does not change."""
     place = Place()
     place.servers[1].sessions["a"] = TOKENS
     assert place.pull(1) is None
@@ -77,8 +77,8 @@ def test_what_is_here_is_not_pulled():
     assert place.manifest.owner_name == "one"
 
 
-def test_who_finds_kvd_busy_comes_again(monkeypatch):
-    """Others may have as many transfers under way as it allows; nothing fails for that."""
+def test_a_busy_kvd_is_asked_again(monkeypatch):
+    """Others may have as many active transfers as it allows; this is no failure."""
     monkeypatch.setattr("kvd.following.transfers.BUSY_S", 0.0)
     place = Place()
     _, sink = place.servers
@@ -105,8 +105,8 @@ def test_who_finds_kvd_busy_comes_again(monkeypatch):
     assert (place.manifest.num_tokens, len(refused)) == (len(TOKENS) + 1, 6)
 
 
-def test_a_shorter_part_becomes_what_is_pulled():
-    """The session went on elsewhere, and comes back."""
+def test_a_shorter_part_is_replaced_by_the_pulled_session():
+    """The session continued elsewhere, and comes back."""
     place = Place()
     place.servers[1].sessions["a"] = TOKENS[:STEP]
     info, pulled = place.pull(1)
@@ -115,8 +115,8 @@ def test_a_shorter_part_becomes_what_is_pulled():
     assert place.manifest.owner_name == "two"
 
 
-def test_a_kvd_that_takes_no_tail_gets_all_of_it():
-    """One of an older release, to whom a tail is a damaged file."""
+def test_a_kvd_that_accepts_no_tail_gets_the_whole_session():
+    """An older release calls a tail a damaged file."""
     place = Place()
     server = place.servers[1]
     server.sessions["a"] = TOKENS[:STEP]
@@ -135,8 +135,8 @@ def test_a_kvd_that_takes_no_tail_gets_all_of_it():
     assert server.sessions["a"] == TOKENS
 
 
-def test_of_its_own_push_a_server_pulls_what_it_has_lost():
-    """What is shorter for another reason is what the session is now: it was not pushed yet."""
+def test_a_server_pulls_what_it_has_lost_of_its_own_push():
+    """A session that is shorter for another reason is its present state, not pushed yet."""
     place = Place()
     server = place.servers[0]
     server.sessions["a"] = TOKENS[:STEP]
@@ -149,7 +149,7 @@ def test_of_its_own_push_a_server_pulls_what_it_has_lost():
 
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_session_that_grows_meanwhile_is_not_replaced(when):
-    """Whatever a turn has stored of it since it was found stays, be it less than was pushed."""
+    """Whatever a turn has stored since stays, even if it is less than was pushed."""
     place = Place()
     server, transfers = place.servers[1], place.transfers[1]
     server.sessions["a"] = TOKENS[:STEP]
@@ -168,8 +168,8 @@ def test_a_session_that_grows_meanwhile_is_not_replaced(when):
     assert server.sessions["a"] == after
 
 
-def test_what_is_in_the_way_of_a_pull_ends_soon(monkeypatch):
-    """A turn that uses what is here; the owner, who has pushed the session once more meanwhile."""
+def test_a_conflict_with_a_pull_is_retried(monkeypatch):
+    """A turn uses the local session, or its owner has pushed it once more."""
     monkeypatch.setattr(following_transfers, "BUSY_S", 0.0)
     place = Place()
     server, transfers = place.servers[1], place.transfers[1]
@@ -192,7 +192,7 @@ def test_what_is_in_the_way_of_a_pull_ends_soon(monkeypatch):
 
 
 def test_a_session_in_use_is_not_replaced(monkeypatch):
-    """kvd says so, for as long as anybody waits; any other conflict is a failure."""
+    """kvd says so, for as long as the caller waits; any other conflict is a failure."""
     monkeypatch.setattr(following_transfers, "BUSY_S", 0.0)
     place = Place()
     server, transfers = place.servers[1], place.transfers[1]
@@ -214,8 +214,8 @@ def test_a_session_in_use_is_not_replaced(monkeypatch):
         transfers.pull(A, transfers.find(A))
 
 
-def test_what_a_turn_stores_meanwhile_wins():
-    """kvd refuses to replace it; the session is this server's now, and pushed by it."""
+def test_a_turn_that_stores_meanwhile_wins():
+    """kvd refuses the replacement; this server owns the session now, and pushes it."""
     place = Place()
     server = place.servers[1]
 
@@ -232,8 +232,8 @@ def test_what_a_turn_stores_meanwhile_wins():
     assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", 2)
 
 
-def test_whose_sessions_are_dropped():
-    """Own ones; others' only if the session is over; and no later life of it."""
+def test_which_sessions_are_dropped():
+    """The server's own; others' only if the session has ended; and no later one of that name."""
     place = Place()
     assert not place.transfers[1].drop(Drop(A, LATER, of_others=False))
     assert not place.transfers[0].drop(Drop(A, EARLIER, of_others=False))
@@ -245,16 +245,16 @@ def test_whose_sessions_are_dropped():
     assert place.transfers[0].drop(Drop(A, LATER, of_others=False))
 
 
-def test_a_session_that_is_gone_is_not_pushed():
-    """What the store has of it stays."""
+def test_a_missing_session_is_not_pushed():
+    """The store keeps its copy."""
     place = Place()
     del place.servers[0].sessions["a"]
     assert place.transfers[0].push(Push(A)) is None
     assert not place.manifest.dropped
 
 
-def test_a_remnant_takes_no_longer_ones_place():
-    """What was evicted here is worth something there; what is shorter for another reason is not."""
+def test_a_remnant_does_not_replace_a_longer_session():
+    """Evicted tokens are valuable in the store; a session that is shorter otherwise replaces it."""
     place = Place()
     server = place.servers[0]
     server.sessions["a"] = TOKENS[:STEP]
@@ -266,8 +266,8 @@ def test_a_remnant_takes_no_longer_ones_place():
     assert place.manifest.num_tokens == STEP
 
 
-def test_what_was_fetched_in_part_takes_nobodys_place():
-    """Not even if it may be taken over: another server has become the owner while it came."""
+def test_a_partly_fetched_session_replaces_nothing():
+    """Not even on request: another server has become the owner meanwhile."""
     place = Place()
     server = place.servers[1]
     server.sessions["a"], server.lost = TOKENS[:STEP], NOT_FETCHED
@@ -278,8 +278,8 @@ def test_what_was_fetched_in_part_takes_nobodys_place():
     assert (place.manifest.owner_name, place.manifest.num_tokens) == ("two", STEP)
 
 
-def test_a_drop_that_is_overtaken_is_tried_again():
-    """And not for ever."""
+def test_an_overtaken_drop_is_retried():
+    """But not for ever."""
     place = Place()
     num_looks = 0
 
@@ -294,8 +294,8 @@ def test_a_drop_that_is_overtaken_is_tried_again():
     assert num_looks > 1
 
 
-def test_stopped_in_the_middle():
-    """What has begun is broken off at its next piece; it counts when it is done anew."""
+def test_a_stop_interrupts_transfers():
+    """They end at their next piece, and count when they are repeated."""
     place = Place()
     one = place.transfers[0]
     place.servers[0].sessions["a"] = (*TOKENS, *TOKENS)
@@ -311,7 +311,7 @@ def test_stopped_in_the_middle():
     assert place.manifest.num_tokens == 2 * len(TOKENS)
 
 
-def test_a_pace_does_not_hold_up_the_end():
+def test_a_bandwidth_limit_does_not_delay_the_end():
     """A push that waits for its share of the bandwidth ends at once."""
     place = Place()
     slow = Transfers(place.view, place.servers[0], place.servers[0].owner, rate=1)
@@ -321,8 +321,8 @@ def test_a_pace_does_not_hold_up_the_end():
         slow.push(Push(A))
 
 
-def test_neither_does_the_pace_of_requests():
-    """The first one goes through, the second would wait for a quarter of an hour."""
+def test_a_request_limit_does_not_delay_the_end():
+    """The first request passes, the second would wait for a quarter of an hour."""
     place = Place()
     server = place.servers[0]
     slow = Transfers(
@@ -334,8 +334,8 @@ def test_neither_does_the_pace_of_requests():
     assert place.manifest.num_tokens == len(TOKENS)
 
 
-def test_every_request_is_told():
-    """By its kind: those of opening the store, of a push, and of a drop."""
+def test_every_request_is_counted():
+    """By kind: those of opening the store, of a push, and of a drop."""
     place, told = Place(), Counter()
     server = place.servers[0]
     one = Transfers(place.view, server, server.owner, on_request=lambda kind: told.update([kind]))
@@ -345,7 +345,7 @@ def test_every_request_is_told():
     server.sessions["a"] = (*TOKENS, *TOKENS)
     one.push(Push(A))
     assert 1 <= told["find"] <= 4  # until a chunk is known not to be there
-    assert (told["put"], told["delete"]) == (5, 1)  # chunks, token ids, and the manifest
+    assert (told["put"], told["delete"]) == (5, 1)  # of chunks, token ids, and the manifest
     assert {"get", "list"} < told.keys()
     told.clear()
     one.drop(Drop(A, LATER, of_others=False))

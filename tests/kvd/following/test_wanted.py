@@ -1,12 +1,12 @@
-"""What turns wait for is fetched in the order of asking, once, and not too late."""
+"""Sessions that turns wait for are fetched in order of request, once, and not too late."""
 
 from kvd.following.wanted import MOST, STALE_S, Wanted
 from tests.kvd.following.sessions import A, B
 from tests.synthetic_engine import key_of
 
 
-def test_each_is_fetched_once_at_a_time():
-    """What is asked for meanwhile is on its way already; afterwards it may be asked for again."""
+def test_a_session_is_fetched_once_at_a_time():
+    """Further requests are served by the active fetch; afterwards it may be requested again."""
     wanted = Wanted()
     for key in (A, B, A):
         wanted.add(key, 0.0)
@@ -19,16 +19,16 @@ def test_each_is_fetched_once_at_a_time():
     assert wanted.next(2.0) == A
 
 
-def test_what_was_asked_for_long_ago_is_of_no_use():
-    """Its turn has computed it."""
+def test_an_old_request_is_dropped():
+    """Its turn has computed the history."""
     wanted = Wanted()
     wanted.add(A, 0.0)
     wanted.add(B, 1.0)
     assert wanted.next(STALE_S) == B
 
 
-def test_of_too_many_the_oldest_go():
-    """Turns wait for the newest longest."""
+def test_the_oldest_of_too_many_requests_are_dropped():
+    """The newest turns wait longest."""
     wanted = Wanted()
     for number in range(MOST + 3):
         wanted.add(key_of(str(number)), 0.0)
@@ -36,8 +36,8 @@ def test_of_too_many_the_oldest_go():
     assert wanted.next(0.0) == key_of("3")
 
 
-def test_each_ask_is_owed_an_answer():
-    """By whoever fetches it, or by nobody else: what is given up, and what comes already."""
+def test_each_request_gets_one_answer():
+    """By its fetch, also if that is given up or active already."""
     wanted = Wanted()
     wanted.add(A, 0.0)
     assert wanted.next(0.0) == A

@@ -1,4 +1,4 @@
-"""The work over a connection, with servers and a store in memory: what fails is tried again."""
+"""A follower's work, with servers and a store in memory: failures are retried."""
 
 import asyncio
 import threading
@@ -32,8 +32,7 @@ URL = "file:///store"
 class Scene:
     """One server's work, on a store that others use, too.
 
-    Attributes:
-        opened: URLs of stores that were opened.
+    Attributes: opened: URLs of stores that were opened.
     """
 
     def __init__(self, name="one", store=None, **settings) -> None:
@@ -60,7 +59,7 @@ class Scene:
         return View(self.store)
 
     def stores(self, key=A, tokens=tuple(range(STEP))) -> None:
-        """Store a session in kvd, which tells of it."""
+        """Store a session in kvd, which reports it."""
         self.server.sessions[key.session_id] = tokens
         self.agenda.on_stored(key, 0.0, len(tokens))
         self.work.wake()
@@ -83,14 +82,14 @@ class Scene:
 
 
 async def until(is_true) -> None:
-    """Wait for what other tasks and threads do."""
+    """Wait for the progress of other tasks and threads."""
     async with asyncio.timeout(30):
         while not is_true():  # noqa: ASYNC110  # several tasks, and no event of all
             await asyncio.sleep(0.001)
 
 
-async def test_pushes_drops_and_pulls():
-    """Each is counted by what became of it."""
+async def test_pushes_drops_and_pulls_are_counted():
+    """Each by its result."""
     one = Scene()
     two = Scene("two", one.store)
     async with one.working(), two.working():
@@ -117,8 +116,8 @@ async def test_pushes_drops_and_pulls():
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_store_that_fails_is_tried_again_until_it_answers(is_open):
-    """One line says that it fails, one that it answers; what was to be done is done."""
+async def test_a_failing_store_is_retried_until_it_answers(is_open):
+    """One line reports the failure, one the recovery; the work is done afterwards."""
     scene = Scene()
     with capture_logs() as lines:
         async with scene.working():
@@ -136,8 +135,8 @@ async def test_a_store_that_fails_is_tried_again_until_it_answers(is_open):
     assert scene.manifest().num_tokens == STEP
 
 
-async def test_a_store_that_was_away_is_looked_at_anew():
-    """It may have been begun anew meanwhile: since when it has been one is told each time."""
+async def test_a_store_that_was_away_is_examined_again():
+    """It may have been replaced: its start is reported each time."""
     scene, told = Scene(), []
     scene.work._store_opened = told.append
     async with scene.working():
@@ -153,8 +152,8 @@ async def test_a_store_that_was_away_is_looked_at_anew():
     assert told == [scene.store.now_s - 60, scene.store.now_s]
 
 
-async def test_nobody_waits_for_a_store_that_fails():
-    """What is wanted while it is left alone is given up: its turn computes it."""
+async def test_no_turn_waits_for_a_failing_store():
+    """Requests are given up while the store is not used: their turns compute."""
     scene = Scene()
     scene.pause = scene.work._pause = Backoff(Random(4), first_s=1000.0)  # noqa: S311
     scene.store.odds = FAILS
@@ -173,14 +172,14 @@ async def test_nobody_waits_for_a_store_that_fails():
 
 
 def wants(scene, *keys) -> None:
-    """Have turns want sessions."""
+    """Let turns request sessions."""
     for key in keys:
         scene.wanted.add(key, time.monotonic())
     scene.work.wake()
 
 
-async def test_what_is_wanted_is_answered():
-    """That it comes before it does, and that it does not: it is not there, or kvd has it."""
+async def test_requests_are_answered():
+    """As coming before a fetch, and as missing: the store has nothing, or kvd has it."""
     one = Scene()
     two = Scene("two", one.store)
     async with one.working():
@@ -196,8 +195,8 @@ async def test_what_is_wanted_is_answered():
     assert two.server.answers[2] == ("a", False)
 
 
-async def test_a_session_comes_back():
-    """Its server has the part from before: what went on elsewhere is fetched, and the server's."""
+async def test_a_session_that_continued_elsewhere_comes_back():
+    """Its server has an older part: the rest is fetched, and the server becomes the owner."""
     one = Scene()
     two = Scene("two", one.store)
     async with one.working(), two.working():
@@ -217,8 +216,8 @@ async def test_a_session_comes_back():
     assert not one.figures.pushes.counts["fenced",]
 
 
-async def test_a_pull_under_way_holds_up_no_answer():
-    """Nor is one answered twice at a time; what is asked for again is said to come again."""
+async def test_an_active_pull_delays_no_answer():
+    """No request is answered twice at a time; a repeated one is answered as coming."""
     one = Scene()
     async with one.working():
         one.stores()
@@ -249,8 +248,8 @@ async def test_a_pull_under_way_holds_up_no_answer():
 @pytest.mark.parametrize(
     "fault", ["not opened", "fails", "refused", "stopped", "left alone", "no store"]
 )
-async def test_what_cannot_be_fetched_is_answered_so(fault):
-    """Nobody waits for a store that fails, or is left alone, nor for what kvd refuses."""
+async def test_failed_fetches_are_answered(fault):
+    """The store fails, is not used for a while, or kvd refuses the session."""
     one = Scene()
     async with one.working():
         one.stores()
@@ -284,8 +283,8 @@ async def test_what_cannot_be_fetched_is_answered_so(fault):
     assert two.figures.pulls.counts["failed",] == (fault in ("fails", "refused"))
 
 
-async def test_a_kvd_that_is_gone_hears_no_answer():
-    """That stops nobody: the next one is looked for."""
+async def test_an_answer_to_a_lost_kvd_is_dropped():
+    """The work continues: it looks for the next kvd."""
     scene = Scene()
     heard = []
 
@@ -300,8 +299,8 @@ async def test_a_kvd_that_is_gone_hears_no_answer():
     assert sorted(heard) == [("a", False), ("b", False)]
 
 
-async def test_a_session_that_fails_holds_up_no_other():
-    """It is named in the log, and tried again later."""
+async def test_a_failing_session_delays_no_other():
+    """It is named in the log, and retried later."""
     scene = Scene()
     with capture_logs() as lines:
         async with scene.working():
@@ -314,8 +313,8 @@ async def test_a_session_that_fails_holds_up_no_other():
     assert scene.figures.pushes.counts["failed",] == 1
 
 
-async def test_a_store_that_refuses_us_is_one_that_fails():
-    """Credentials may be put right while it runs."""
+async def test_a_store_that_denies_access_counts_as_failing():
+    """Credentials may be corrected while the follower runs."""
     scene = Scene()
 
     class Denied(View):
@@ -332,8 +331,8 @@ async def test_a_store_that_refuses_us_is_one_that_fails():
     assert lines[0]["event"] == "remote_store_fails"
 
 
-async def test_what_is_under_way_at_the_end_is_left_to_do():
-    """The thread's end is waited for, so that no session is ever pushed twice at once."""
+async def test_active_work_at_the_end_stays_to_be_done():
+    """The end waits for the thread, so that no session is ever pushed twice at once."""
     scene, begun, may_end = Scene(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -350,8 +349,8 @@ async def test_what_is_under_way_at_the_end_is_left_to_do():
     assert scene.manifest() is None
 
 
-async def test_without_a_store_nothing_is_done():
-    """Until one is named."""
+async def test_without_a_store_there_is_no_work():
+    """Until one is configured."""
     scene = Scene()
     scene.work.reconfigure(scene.settings.model_copy(update={"url": ""}))
     async with scene.working():

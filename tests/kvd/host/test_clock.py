@@ -17,20 +17,20 @@ class Boottime:
         return self.now_ns
 
 
-def test_restart_within_one_boot_goes_on():
-    """A restart without a reboot loses no time and gains none."""
+def test_a_restart_within_one_boot_continues():
+    """A restart without a reboot neither loses nor adds time."""
     boottime = Boottime(100 * S)
     clock = resume_clock("", "boot-1", 0, boottime)
     assert clock.now_ns() == 100 * S
     saved = clock.dump(wall_ns=5000 * S)
     boottime.now_ns = 130 * S
-    # The wall clock has jumped by a year meanwhile: it does not matter within one boot.
+    # The wall clock has jumped by a year: it does not matter within one boot.
     resumed = resume_clock(saved, "boot-1", 36_000_000 * S, boottime)
     assert resumed.now_ns() == 130 * S
 
 
-def test_a_reboot_goes_on_from_the_saved_time():
-    """After a reboot the time that the wall clock says has passed is added."""
+def test_a_reboot_continues_from_the_saved_time():
+    """After it the time that has passed by the wall clock is added."""
     saved = resume_clock("", "boot-1", 0, Boottime(1000 * S)).dump(wall_ns=5000 * S)
     after = resume_clock(saved, "boot-2", 5060 * S, Boottime(3 * S))
     assert after.now_ns() == 1060 * S
@@ -48,7 +48,7 @@ def test_damaged_state_starts_a_new_clock(saved):
     assert resume_clock(saved, "boot-1", 0, Boottime(7 * S)).now_ns() == 7 * S
 
 
-def test_offsets_add_up_over_boots():
+def test_offsets_accumulate_over_boots():
     """Each boot continues the one before."""
     saved = ""
     for boot in range(3):
@@ -58,5 +58,5 @@ def test_offsets_add_up_over_boots():
 
 
 def test_the_kernel_has_a_boot_id():
-    """The identifier is there and stays the same."""
+    """The identifier exists and does not change."""
     assert read_boot_id() == read_boot_id() != ""

@@ -1,4 +1,4 @@
-"""Directories are claimed before anything else."""
+"""Directories are claimed before any other file is made."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvd.host.directories import check_socket_paths, claim_directory
 
 
 def test_a_claimed_directory_is_private_and_locked(tmp_path):
-    """A new directory is the owner's alone; a second claim is refused until the first ends."""
+    """A new directory belongs to the owner only; a second claim is refused until the first ends."""
     path = tmp_path / "a" / "b"
     lock_fd = claim_directory(path, "state", "--state-dir")
     assert path.stat().st_mode & 0o777 == 0o700
@@ -22,7 +22,7 @@ def test_a_claimed_directory_is_private_and_locked(tmp_path):
 
 
 def test_an_existing_directory_keeps_its_mode(tmp_path):
-    """What the supervisor has made for a group stays open to it."""
+    """A directory that the supervisor has made for a group stays open to it."""
     path = tmp_path / "run"
     path.mkdir(mode=0o750)
     os.close(claim_directory(path, "runtime", "--runtime-dir"))
@@ -40,8 +40,8 @@ def test_unusable_directories(tmp_path):
             claim_directory(path, "state", "--state-dir")
 
 
-def test_a_directory_that_others_write_to_can_be_mended(tmp_path):
-    """The remedy is the command; after it the directory is taken."""
+def test_a_directory_that_others_write_to_can_be_corrected(tmp_path):
+    """The remedy is the command; after it the directory is accepted."""
     path = tmp_path / "open"
     path.mkdir()
     path.chmod(0o777)
@@ -52,8 +52,8 @@ def test_a_directory_that_others_write_to_can_be_mended(tmp_path):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_directory_that_is_made_is_reported(tmp_path, is_there):
-    """A slip of the pen makes one where nobody looks for it."""
+def test_a_created_directory_is_reported(tmp_path, is_there):
+    """A typing error creates one in an unexpected place."""
     path = tmp_path / "a" / "b"
     if is_there:
         path.mkdir(parents=True)

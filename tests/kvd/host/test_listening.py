@@ -1,4 +1,4 @@
-"""Sockets are bound, or the error says what to do; connections come one by one."""
+"""Sockets are bound, or the error names the remedy; connections are accepted one by one."""
 
 import asyncio
 import socket
@@ -17,8 +17,8 @@ def test_a_path_that_cannot_be_bound(tmp_path):
         listen_at(tmp_path / "no" / "data.sock", socket.SOCK_STREAM)
 
 
-def test_a_group_that_is_not_there(tmp_path):
-    """It is said, and nobody listens."""
+def test_a_missing_group(tmp_path):
+    """The error names it, and no socket listens."""
     path = tmp_path / "files.sock"
     with pytest.raises(SocketGroupError, match="groupadd"):
         listen_at(path, socket.SOCK_STREAM, "no-such-group")
@@ -26,7 +26,7 @@ def test_a_group_that_is_not_there(tmp_path):
         client.connect(str(path))
 
 
-async def test_connections_come_in_the_place_of_a_dead_kvds(tmp_path):
+async def test_the_socket_of_a_killed_kvd_is_replaced(tmp_path):
     """What a killed kvd has left there is in nobody's way."""
     path = tmp_path / "files.sock"
     socket.socket(socket.AF_UNIX).bind(str(path))

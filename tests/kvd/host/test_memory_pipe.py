@@ -1,4 +1,4 @@
-"""What is written comes out as it was, in order; who breaks the rules, or goes, is noticed."""
+"""Bytes through shared memory arrive in order; misbehaving and vanished peers are noticed."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ Ends = tuple[MemoryPipe, MemoryPipe, socket.socket, socket.socket]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """A writer, a reader, and their sockets."""
+    """Make a writer, a reader, and their sockets."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     memory = make_memory()
     with ours, theirs:
@@ -39,8 +39,8 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_bytes_come_out_as_they_went_in(ends: Ends, seed: int) -> None:
-    """Whatever pieces they are written and read in: some fill the ring, some a byte of a slot."""
+def test_bytes_arrive_unchanged(ends: Ends, seed: int) -> None:
+    """Whatever the sizes of the pieces: some fill the ring, some are a single byte."""
     writer, reader, _, _ = ends
     random = Random(seed)  # noqa: S311
     data = random.randbytes(3 * PIPE_BYTES)
@@ -70,7 +70,7 @@ def test_bytes_come_out_as_they_went_in(ends: Ends, seed: int) -> None:
 
 
 def test_a_writer_may_be_ahead_by_the_ring(ends: Ends) -> None:
-    """Then it waits; when it has finished, nothing is lost though it goes."""
+    """Then it waits; after it has finished nothing is lost, even if it leaves."""
     writer, reader, ours, _ = ends
     ours.settimeout(0.1)
     for number in range(NUM_SLOTS):
@@ -83,8 +83,8 @@ def test_a_writer_may_be_ahead_by_the_ring(ends: Ends) -> None:
     assert received == bytes(range(NUM_SLOTS))
 
 
-def test_who_goes_is_noticed(ends: Ends) -> None:
-    """By both."""
+def test_a_vanished_peer_is_noticed(ends: Ends) -> None:
+    """By both sides."""
     writer, reader, ours, theirs = ends
     ours.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionResetError):
@@ -98,14 +98,14 @@ def test_who_goes_is_noticed(ends: Ends) -> None:
     "packet", [b"\0\0\0\0", (SLOT_BYTES + 1).to_bytes(4, "little"), b"12345", b"123"]
 )
 def test_a_writer_that_breaks_the_rules(ends: Ends, packet: bytes) -> None:
-    """Nothing outside of the slot is read."""
+    """No byte outside of the slot is read."""
     _, reader, ours, _ = ends
     ours.send(packet)
     with pytest.raises(ConnectionAbortedError):
         reader.read_into(memoryview(bytearray(1)))
 
 
-def test_memory_that_may_be_taken_away_is_refused(tmp_path) -> None:
+def test_memory_that_may_disappear_is_refused(tmp_path) -> None:
     """A file, memory that can shrink, and memory of another size."""
     shrinks, other = os.memfd_create("pipe"), sealed_memfd("pipe", PIPE_BYTES // 2)
     os.ftruncate(shrinks, PIPE_BYTES)

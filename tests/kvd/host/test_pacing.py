@@ -1,10 +1,10 @@
-"""Bandwidth limits: of one, and of threads that share one."""
+"""Bandwidth limits: of one caller, and of threads that share one."""
 
 from kvd.host.pacing import Pace, SharedPace
 
 
 def test_pace_spreads_bytes_evenly():
-    """Work asked for early delays what follows; a pause is not made up for."""
+    """Early work delays later work; a pause is not made up for."""
     pace = Pace(100)
     assert pace.resume_at(50, now_s=10.0) == 10.5
     assert pace.resume_at(50, now_s=10.2) == 11.0
@@ -12,8 +12,8 @@ def test_pace_spreads_bytes_evenly():
     assert pace.resume_at(100, now_s=20.0) == 21.0
 
 
-def test_a_rate_is_kept_by_all_together() -> None:
-    """Each waits until what was taken before it would be through."""
+def test_threads_share_a_rate() -> None:
+    """Each waits until the bytes taken before would have passed."""
     now_s, slept = 100.0, []
     pace = SharedPace(1000, lambda: now_s, slept.append)
     for num_bytes in (500, 2000, 1):

@@ -1,4 +1,4 @@
-"""Memory that nobody can resize: it is told from all other, and leaves nothing if there is none."""
+"""Memory that cannot be resized: it is recognised, and a failure leaves no descriptor."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from kvd.host.sealed_memory import is_sealed, sealed_memfd
     ],
 )
 def test_memory_is_sealed_if_it_can_neither_shrink_nor_grow(seals, expected):
-    """Whatever else is forbidden."""
+    """Other seals do not matter."""
     fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     assert is_sealed(fd) is expected
@@ -33,8 +33,8 @@ def test_a_file_is_not_sealed(tmp_path):
         assert not is_sealed(file.fileno())
 
 
-def test_memory_that_cannot_be_had_leaves_no_descriptor():
-    """The reason is raised, and nothing is left of it."""
+def test_memory_that_cannot_be_allocated_leaves_no_descriptor():
+    """The error has the reason."""
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Invalid argument"):
         sealed_memfd("arena", -1)

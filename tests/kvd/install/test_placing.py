@@ -1,4 +1,4 @@
-"""Files are put in place whole, settings stay their operator's, links take the place of links."""
+"""Files are placed completely, settings are kept, links replace links only."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from kvd.install.units import PlannedFile, PlannedLink
 
 @pytest.fixture
 def files(tmp_path):
-    """A unit, settings and a link to a program, below a directory that is not ours."""
+    """Return a unit, settings and a link to a program, below another owner's directory."""
     root = tmp_path / "root"
     root.mkdir()
     return [
@@ -27,8 +27,8 @@ def newer(file):
     return PlannedFile(file.path, file.text.replace("1", "2"), file.top, file.is_settings)
 
 
-def test_what_is_new_is_written_and_what_is_there_is_unchanged(files):
-    """The second time there is nothing to do."""
+def test_new_files_are_written_and_existing_ones_kept(files):
+    """A second run has nothing to do."""
     assert deeds(place(files, dry_run=False)) == ["written", "written", "linked"]
     unit, settings, link = files
     assert (unit.path.read_text(), settings.path.read_text()) == (unit.text, settings.text)
@@ -37,8 +37,8 @@ def test_what_is_new_is_written_and_what_is_there_is_unchanged(files):
     assert deeds(place(files, dry_run=False)) == ["unchanged"] * 3
 
 
-def test_a_dry_run_says_the_same_and_does_nothing(files):
-    """Neither files nor directories come into being, or go."""
+def test_a_dry_run_reports_the_same_and_changes_nothing(files):
+    """Neither files nor directories are created or removed."""
     root = files[0].top
     assert deeds(place(files, dry_run=True)) == ["written", "written", "linked"]
     assert list(root.iterdir()) == []
@@ -47,8 +47,8 @@ def test_a_dry_run_says_the_same_and_does_nothing(files):
     assert deeds(place(files, dry_run=False)) == ["unchanged"] * 3
 
 
-def test_settings_are_not_written_over(files):
-    """The newer ones are put beside them; a unit is replaced."""
+def test_settings_are_not_overwritten(files):
+    """The new ones are placed beside them; a unit is replaced."""
     list(place(files, dry_run=False))
     unit, settings, _ = files
     settings.path.write_text("mine\n")
@@ -58,8 +58,8 @@ def test_settings_are_not_written_over(files):
     assert settings.path.with_name(settings.path.name + NEW).read_text() == "shipped 2\n"
 
 
-def test_what_is_taken_away_is_what_was_put_there(files):
-    """Changed settings stay, a unit does not; empty directories go, up to one that others have."""
+def test_only_placed_files_are_removed(files):
+    """Changed settings stay, a unit does not; empty directories go, up to a shared one."""
     list(place(files, dry_run=False))
     unit, settings, _ = files
     unit.path.write_text("changed\n")
@@ -70,8 +70,8 @@ def test_what_is_taken_away_is_what_was_put_there(files):
     assert deeds(remove(files, dry_run=False)) == ["kept"], "what is not there is not mentioned"
 
 
-def test_a_program_of_another_s_is_left_alone(files):
-    """A link takes the place of a link only, and is removed only if it leads where ours does."""
+def test_another_program_is_not_replaced(files):
+    """A link replaces a link only, and is removed only if its target is ours."""
     link = files[2]
     link.path.parent.mkdir()
     link.path.write_text("#!/bin/sh\n")
@@ -85,8 +85,8 @@ def test_a_program_of_another_s_is_left_alone(files):
     assert link.path.readlink() == link.target
 
 
-def test_what_cannot_be_written_is_one_error_with_its_remedy(files):
-    """A file is where a directory is to be."""
+def test_an_unwritable_place_is_one_error_with_its_remedy(files):
+    """A file is in the place of a directory."""
     unit = files[0]
     (unit.top / "lib").write_text("in the way")
     with pytest.raises(InstallError, match=r"cannot (read|write)") as caught:

@@ -1,4 +1,4 @@
-"""What a scrape finds: the values of real caches, by the labels of the table."""
+"""The values of a scrape: those of real caches, with the labels of the table."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -8,13 +8,13 @@ from kvd.metrics.values import LAYOUT_CHARS, Sources, make_exporter
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.rpc_observer import RpcMetrics
 from shared.version import __version__
-from tests.kvd.rpc.served import serving, settings
+from tests.kvd.rpc.service_bench import serving, settings
 
 LAYOUT = "layout"
 
 
-def scraped(served, directory):
-    """Every sample of a scrape: (name, its labels) → value."""
+def scrape_samples(served, directory):
+    """Return every sample of a scrape: (name, labels) → value."""
     sources = Sources(
         served.caches,
         served.caches._engines,
@@ -31,16 +31,16 @@ def scraped(served, directory):
     }
 
 
-async def test_a_scrape_says_what_is_stored_and_who_is_attached(tmp_path):
-    """By layout and tier, as it is at that moment."""
+async def test_a_scrape_has_stored_sessions_and_attached_engines(tmp_path):
+    """By layout and tier, at that moment."""
     async with serving(tmp_path) as served:
         label = (LAYOUT, served.cache.layout.fingerprint[:LAYOUT_CHARS])
-        before = scraped(served, tmp_path)
+        before = scrape_samples(served, tmp_path)
         assert before["kvd_sessions", (label,)] == 0
         assert before["kvd_engines", (label,)] == 1
         await served.store()
         await served.load()
-        after = scraped(served, tmp_path)
+        after = scrape_samples(served, tmp_path)
         assert after["kvd_sessions", (label,)] == 1
         assert after["kvd_leases", (("kind", "load"), label)] == 1
         assert after["kvd_tier_blocks", (label, ("tier", "dram"))] == 1
@@ -50,9 +50,9 @@ async def test_a_scrape_says_what_is_stored_and_who_is_attached(tmp_path):
 
 
 async def test_only_rows_of_the_table_are_exported(tmp_path):
-    """With its kinds; the release is among them."""
+    """With their types; the release is among them."""
     async with serving(tmp_path) as served:
-        found = scraped(served, tmp_path)
+        found = scrape_samples(served, tmp_path)
         names = {name for name, _ in found}
         allowed = METRICS.exported_names()
         assert {name for name in names if name not in allowed and "_created" not in name} == set()

@@ -1,4 +1,4 @@
-"""Plans to look at, without replaying anything."""
+"""Plans for tests of reports, made without a replay."""
 
 from kvd.plan.figures import Capacity, PlanReport, Result, WorkloadFacts
 from kvd.plan.fleet import ONE_SERVER, FleetOptions
@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def outcome(tok: float = 0.0, **facts: float) -> Outcome:
-    """An outcome of a hundred turns, of which these things are known."""
+    """Make an outcome of a hundred turns with these values."""
     known: dict[str, float] = dict.fromkeys(Outcome.__dataclass_fields__, 0)
     known |= {"num_turns": 110, "num_turns_measured": 100, "hits_tok": tok, "gpu_hours": 1.0}
     return Outcome(**(known | facts))  # type: ignore[arg-type]
@@ -39,14 +39,14 @@ def result(
     fleet: FleetOptions = ONE_SERVER,
     **facts: float,
 ) -> Result:
-    """A policy with a capacity; recomputing everything costs 10."""
+    """Make a policy's result at a capacity; recomputing everything costs 10."""
     capacity = Capacity(hbm_gb * GB, dram_gb * GB, ssd_gb * GB)
     found = outcome(tok, **({"recompute_load": 1.25, "queue_mean": 37.0, "num_hits": 5} | facts))
     return Result(policy, capacity, found, Cost(cost, 0.0, 0.0), cost / 10, fleet)
 
 
 def plan(*results: Result) -> PlanReport:
-    """A report of these results."""
+    """Make a report of these results."""
     return PlanReport(
         command=("kvd", "plan", "--trace", "a<b>.jsonl"),
         version="1",
@@ -63,7 +63,7 @@ def plan(*results: Result) -> PlanReport:
 
 
 def swept() -> PlanReport:
-    """Two policies over four capacities; lru bends at 128 GB, and 256 GB are its cheapest."""
+    """Make two policies over four capacities; lru bends at 128 GB, 256 GB are its cheapest."""
     return plan(
         *(
             each

@@ -1,4 +1,4 @@
-"""Drawn agents have the published quantiles, within what each test states."""
+"""Drawn agents have the published quantiles, within the tolerance of each test."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,13 +9,13 @@ import pytest
 from kvd.plan.agents import COMPACTED_AT, LONGEST_TOOL_S, TOOLS, agents
 from kvd.plan.trace import Session, Turn
 
-NUM_SESSIONS = 4265  # as many as were published
-FORGETS_S = 300.0  # the providers' caches, of which the published cached reads are
-LEAST_DROPPED = 64_000  # tokens: what counts as a compaction
+NUM_SESSIONS = 4265  # as many as in the publication
+FORGETS_S = 300.0  # of the providers' caches, to which the published cached reads refer
+LEAST_DROPPED = 64_000  # tokens: a drop that counts as a compaction
 
 
 class Drawn(NamedTuple):
-    """Sessions, each as what comes before, between and after its compactions."""
+    """Sessions with what comes before, between and after their compactions."""
 
     chains: list[list[Session]]
 
@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
         return [[turn for part in chain for turn in part.turns] for chain in self.chains]
 
 
-def chained(sessions: list[Session]) -> list[list[Session]]:
+def chains_of(sessions: list[Session]) -> list[list[Session]]:
     chains: dict[int, list[Session]] = {}
     firsts: dict[int, int] = {}
     for number, session in enumerate(sessions):
@@ -36,10 +36,10 @@ def chained(sessions: list[Session]) -> list[list[Session]]:
 
 @pytest.fixture(scope="module")
 def drawn() -> Drawn:
-    return Drawn(chained(agents(NUM_SESSIONS, 1.0, seed=7)))
+    return Drawn(chains_of(agents(NUM_SESSIONS, 1.0, seed=7)))
 
 
-def test_requests_and_steps_are_the_published_ones(drawn):
+def test_requests_and_steps_match_the_publication(drawn):
     """9 requests (median 1, P99 137) and 74 tool steps (P90 135) of 1.36 calls: within 3 %."""
     assert len(drawn.chains) == NUM_SESSIONS
     steps = np.array([sum(bool(turn.tools) for turn in turns) for turns in drawn.turns])
@@ -52,10 +52,10 @@ def test_requests_and_steps_are_the_published_ones(drawn):
     assert np.mean(calls) == pytest.approx(101 / 74, rel=0.03)
 
 
-def test_gaps_are_the_published_ones(drawn):
+def test_gaps_match_the_publication(drawn):
     """Of tools 0.3 s, 13.6 s, 3.6 minutes, of people 1.4, 20.6 minutes, 13.9 hours.
 
-    Within 8 %; the last one, of which few are drawn from a long tail, within 20 %.
+    Within 8 %; the last one, drawn rarely from a long tail, within 20 %.
     """
     of_tools, of_people = [], []
     for turns in drawn.turns:
@@ -69,7 +69,7 @@ def test_gaps_are_the_published_ones(drawn):
     assert np.percentile(of_people, 99) == pytest.approx(50_040, rel=0.2)
 
 
-def test_tokens_are_the_published_ones(drawn):
+def test_tokens_match_the_publication(drawn):
     """154K in and 523 out a step, within 8 %; 95.8 % read from a cache of five minutes, within 1.
 
     The published reads are of providers' caches, which forget: of all history, more is drawn.
@@ -82,7 +82,7 @@ def test_tokens_are_the_published_ones(drawn):
     assert in_time / tokens_in.sum() == pytest.approx(0.958, abs=0.01)
 
 
-def test_compactions_are_as_often_as_published(drawn):
+def test_compactions_are_as_frequent_as_published(drawn):
     """In 4.5 % and 18 % of two agents' sessions, within 2 points; 63 to 92 % of them in a loop."""
     for number, published in enumerate((0.045, 0.18)):
         of_agent = drawn.chains[number :: len(COMPACTED_AT)]
@@ -98,9 +98,11 @@ def test_compactions_are_as_often_as_published(drawn):
     assert 0.63 <= np.mean(in_loop) <= 0.92
 
 
-def test_history_is_all_that_came_before_in_the_session(drawn):
-    """Nothing is truncated, and an answer that calls a tool is no session's last word but one
-    that was compacted."""
+def test_history_is_everything_before_in_the_session(drawn):
+    """Nothing is truncated.
+
+    An answer that calls a tool is the last one only before a compaction.
+    """
     for chain in drawn.chains[:300]:
         for session in chain:
             assert session.turns[0].history_tokens == 0
@@ -109,7 +111,7 @@ def test_history_is_all_that_came_before_in_the_session(drawn):
         assert not chain[-1].turns[-1].tools
 
 
-def test_tools_are_called_by_their_shares_and_take_their_times(drawn):
+def test_tools_are_called_with_their_shares_and_durations(drawn):
     """Shares within 1 point; of single calls the medians, within 10 %."""
     assert sum(tool.share for tool in TOOLS) == pytest.approx(1)
     steps = [two for turns in drawn.turns for two in pairwise(turns) if two[0].tools]
@@ -121,7 +123,7 @@ def test_tools_are_called_by_their_shares_and_take_their_times(drawn):
 
 
 def test_sessions_begin_in_order_and_at_the_rate():
-    """Those that go on after a compaction are among them, behind what they supersede."""
+    """Those that continue after a compaction are among them, behind those they supersede."""
     sessions = agents(500, 0.5, seed=3)
     starts = [session.start_s for session in sessions]
     assert starts == sorted(starts)
@@ -132,8 +134,8 @@ def test_sessions_begin_in_order_and_at_the_rate():
         assert session.supersedes is None or session.supersedes < number
 
 
-def test_a_seed_says_everything():
+def test_the_seed_determines_everything():
     """The same seed draws the same sessions, another one others; one session can be drawn."""
     assert agents(50, 2.0, 1) == agents(50, 2.0, 1)
     assert agents(50, 2.0, 1) != agents(50, 2.0, 2)
-    assert len(chained(agents(1, 1.0, 0))) == 1
+    assert len(chains_of(agents(1, 1.0, 0))) == 1

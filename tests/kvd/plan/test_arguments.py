@@ -1,4 +1,4 @@
-"""The plan that a command line asks for."""
+"""The plan that a command line requests."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_without_sizes_shares_of_the_footprint_are_tried():
 
 
 def test_states_count_in_the_footprint():
-    """Each session of several turns keeps three of them, in a window as well; 0: none."""
+    """Each session of several turns keeps three of them, also as a window; 0: none."""
     hybrid = EngineArguments(state_bytes="72MiB")
     share, charged = CapacityArguments(capacity_share="100%"), KvdArguments(charge="window")
     request = _request(engine=hybrid, capacity=share)
@@ -64,7 +64,7 @@ def test_states_count_in_the_footprint():
 
 
 def test_windows_count_in_the_footprint(tmp_path):
-    """A directory's config says how large they are; a size that is given means all layers'."""
+    """A directory's config gives their size; an explicit size means all layers'."""
     config = {
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
@@ -91,13 +91,13 @@ def test_windows_count_in_the_footprint(tmp_path):
 
 
 def test_states_may_be_all_that_is_kept():
-    """Then tokens may be of no size."""
+    """Then tokens may have no size."""
     mamba = EngineArguments(kv_bytes_per_token="0", state_bytes="1MB")  # noqa: S106 - of text
     request = _request(engine=mamba, capacity=CapacityArguments(capacity_share="100%"))
     assert request.capacities[0].total_bytes == most_states(request.workload.sessions) * 10**6
 
 
-def test_charged_windows_make_a_larger_footprint():
+def test_charged_windows_enlarge_the_footprint():
     """Every session has a whole one."""
     charged = KvdArguments(policy="lru", charge="window")
     (capacity,) = _request(
@@ -107,14 +107,14 @@ def test_charged_windows_make_a_larger_footprint():
 
 
 def test_sizes_are_tried_as_given():
-    """Each HBM, DRAM and SSD together; every HBM has a baseline of its own."""
+    """Each HBM, DRAM and SSD together; every HBM has its own baseline."""
     request = _request(capacity=CapacityArguments(hbm="8GB,16GB", dram="2GB", ssd="4GB,8GB"))
     assert [capacity.ssd_bytes // GB for capacity in request.capacities] == [4, 8, 4, 8]
     assert request.num_replays == 4 + 2
 
 
-def test_a_load_is_had_by_the_engine_s_speed():
-    """Begins and think times stay as recorded; all of the engine's times are scaled alike."""
+def test_a_load_is_reached_by_the_engines_speed():
+    """Starts and think times stay as recorded; all of the engine's times are scaled alike."""
     request = _request(engine=EngineArguments(load=0.5))
     engine = request.hardware.engine
     assert recompute_load(request.workload.sessions, engine) == pytest.approx(0.5)
@@ -122,14 +122,14 @@ def test_a_load_is_had_by_the_engine_s_speed():
     assert request.workload.sessions == _request().workload.sessions
 
 
-def test_a_rate_is_had_by_the_begins():
+def test_a_rate_is_reached_by_the_starts():
     """The engine stays as it is."""
     request = _request(replace(ARRIVALS, arrival_rate=0.01))
     assert request.workload.span_s == pytest.approx(11 / 0.01)
     assert request.hardware.engine == _request().hardware.engine
 
 
-def test_what_is_given_overrides_the_engine_s_constants():
+def test_options_override_the_engines_constants():
     """Milliseconds become seconds."""
     engine = _request(
         engine=EngineArguments(slots=3, prefill_ms_per_token=2.0, fixed_ms=0.0, decode_step_ms=5.0)
@@ -139,8 +139,8 @@ def test_what_is_given_overrides_the_engine_s_constants():
     )  # fmt: skip
 
 
-def test_what_is_given_overrides_what_was_measured(tmp_path: Path):
-    """And that the defaults."""
+def test_options_override_measurements(tmp_path: Path):
+    """Measurements override the defaults."""
     path = tmp_path / "decode.json"
     values = {"steps_per_s": {"low": 20.0, "median": 25.0, "high": 30.0}}
     variants = [{"variant": "ours", "values": values}]
@@ -153,8 +153,8 @@ def test_what_is_given_overrides_what_was_measured(tmp_path: Path):
     assert _request(engine=given).hardware.engine.decode_step_s == pytest.approx(0.007)
 
 
-def test_sessions_are_drawn():
-    """In the model's window, or the one that is given; as many as are asked for."""
+def test_sessions_are_drawn_as_requested():
+    """In the model's window, or a given one; as many as requested."""
     drawn = ArrivalArguments(generate="sharegpt-like", sessions=300, rate=2.0, seed=5)
     request = _request(drawn, EngineArguments(window=1024))
     prompts = [
@@ -167,15 +167,15 @@ def test_sessions_are_drawn():
     assert "seed 5" in request.workload.origin
 
 
-def test_kvd_s_defaults_are_planned_for():
-    """TTL, watermark, load policy, warm-up: what is asked for is what the replay gets."""
+def test_kvds_defaults_are_used():
+    """TTL, watermark, load policy, warm-up: the replay gets them."""
     options = _request().options
     assert (options.ttl_s, options.watermark, options.load_policy) == (7 * 86400, 0.02, "auto")
     assert (options.tiers, options.charge, options.end_hints) == ("inclusive", "packed", False)
     assert options.warmup_turns == 17  # of 88
 
 
-def test_gpus_are_the_paper_s_unless_given():
+def test_gpus_are_the_papers_unless_given():
     """Two for LLaMA-13B, four for the larger ones."""
     assert _request().num_gpus == 2
     assert _request(engine=EngineArguments(model="llama-70b")).num_gpus == 4
@@ -216,8 +216,8 @@ def test_all_policies_include_the_bound():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_replayed(parts, complaint):
-    """One line, exit 2, and what to do."""
+def test_contradictions_are_refused_before_any_replay(parts, complaint):
+    """One line, exit 2, and the remedy."""
     with pytest.raises(ReportedError) as raised:
         _request(**parts)
     assert complaint in str(raised.value)
@@ -230,7 +230,7 @@ DRAWN = ArrivalArguments(generate="sharegpt-like", sessions=200, rate=2.0)
 
 
 def test_several_servers_are_tried_with_each_routing():
-    """One server needs none; sessions and their rate are of all, and what is drawn is a share."""
+    """One server needs none; sessions and their rate are totals, and the drawn ones a share."""
     asked = ServerArguments(servers="1,4,40", routing="ring,session", replayed=4, remote="3GB/s")
     request = _request(DRAWN, capacity=SIZED, servers=asked)
     assert [(fleet.num_servers, fleet.num_replayed, fleet.routing) for fleet in request.fleets] == [
@@ -249,8 +249,8 @@ def test_several_servers_are_tried_with_each_routing():
     assert rates[0] == pytest.approx(rates[1] / 10, rel=0.5)  # of 20 drawn sessions
 
 
-def test_load_is_that_of_each_server():
-    """The engine is so fast that each server has it, of whatever share of them is replayed."""
+def test_load_is_per_server():
+    """The engine is fast enough for each server's share, whatever part is replayed."""
     for servers, replayed in (("1", 1), ("4", 4), ("40", 4)):
         request = _request(
             DRAWN,
@@ -262,7 +262,7 @@ def test_load_is_that_of_each_server():
         assert load / replayed == pytest.approx(0.5)
 
 
-def test_of_several_servers_the_daemons_policy_is_tried():
+def test_several_servers_use_the_daemons_policy():
     """Unless others are named."""
     several = ServerArguments(servers="2")
     assert _request(capacity=SIZED, kvd=KvdArguments(), servers=several).policies == ["predictive"]
@@ -297,8 +297,8 @@ def test_of_several_servers_the_daemons_policy_is_tried():
         ({"servers": "2,3"}, SIZED, {"load": 0.5}, "--load works with one number of servers only"),
     ],
 )
-def test_servers_that_cannot_be(servers, capacity, engine, said):
-    """What is wrong is said before the first replay."""
+def test_impossible_servers_are_refused(servers, capacity, engine, said):
+    """Before the first replay."""
     with pytest.raises(ReportedError) as error:
         _request(
             engine=EngineArguments(**engine), capacity=capacity, servers=ServerArguments(**servers)

@@ -21,16 +21,16 @@ def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPol
     return policy
 
 
-def test_who_never_returns_goes_first_and_who_waits_last():
-    """Then the last to return; of those that wait, the last in the queue."""
+def test_sessions_without_a_return_go_first_and_waiting_ones_last():
+    """Then the last to return; of waiting ones, the last in the queue."""
     policy = policy_of({A: 50, C: 70}, A, B, C, D, E)
     assert list(policy.victims(Tier.DRAM, 0)) == [B, C, A, E, D]
     assert list(policy.victims(Tier.SSD, 0, giving_way_to=A)) == [B, C]
     assert list(policy.victims(Tier.DRAM, 0, giving_way_to=E)) == [B, C, A]
 
 
-def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():
-    """Not those in DRAM, not those that wait, and not those that never return."""
+def test_idle_sessions_on_ssd_are_read_ahead_in_order_of_return():
+    """Not those in DRAM, not waiting ones, and not those that never return."""
     returns_ns = {A: 50, C: 40}
     policy = policy_of(returns_ns, A, B, C, D)
     assert list(policy.returning(0)) == []

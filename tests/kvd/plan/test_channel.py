@@ -1,12 +1,12 @@
-"""A channel moves one thing at a time, in the order in which they came."""
+"""A channel transfers one item at a time, in order of arrival."""
 
 from kvd.plan.channel import Channel
 from shared.types.units import NS_PER_S
 
 
 def test_transfers_follow_one_another():
-    """One waits for what is under way and for those before it."""
-    channel = Channel(bytes_per_s=1e9)  # a byte a nanosecond
+    """One waits for the active transfer and those before it."""
+    channel = Channel(bytes_per_s=1e9)  # one byte per nanosecond
     assert channel.is_idle
     assert channel.next_ns() is None
     assert channel.waits_ns(0) == 0
@@ -25,6 +25,6 @@ def test_transfers_follow_one_another():
 
 
 def test_two_transfers_of_one_session_differ():
-    """One that is not wanted any more is told from the one that replaces it."""
+    """A cancelled one is distinguished from its replacement."""
     channel = Channel(bytes_per_s=NS_PER_S)
     assert channel.move(1, 10, now_ns=0) != channel.move(1, 10, now_ns=0)

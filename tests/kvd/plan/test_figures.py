@@ -1,4 +1,4 @@
-"""Where more capacity stops paying."""
+"""The capacity beyond which more stops paying."""
 
 import pytest
 
@@ -11,15 +11,15 @@ from tests.kvd.plan.plans import result, swept
     [
         ([(1, 0.0), (2, 0.5), (4, 0.9), (10, 1.0)], 2),
         ([(1, 0.0), (2, 0.9), (4, 0.95), (10, 1.0)], 1),
-        ([(1, 0.0), (2, 0.5), (3, 1.0)], None),  # straight: every byte brings the same
-        ([(1, 0.0), (2, 0.1), (3, 1.0)], None),  # bends the other way: more pays more
-        ([(1, 0.800), (2, 0.805), (3, 0.806)], None),  # flat: the least will do
+        ([(1, 0.0), (2, 0.5), (3, 1.0)], None),  # straight: every byte gains the same
+        ([(1, 0.0), (2, 0.1), (3, 1.0)], None),  # bends the other way: more gains more
+        ([(1, 0.800), (2, 0.805), (3, 0.806)], None),  # flat: the least suffices
         ([(1, 0.0), (2, 1.0)], None),
         ([(5, 0.0), (5, 0.5), (5, 1.0)], None),
     ],
 )
 def test_the_knee_is_the_point_farthest_above_the_straight_line(points, index):
-    """With both axes scaled to 0..1; where there is none, none is named."""
+    """With both axes scaled to 0..1; without one, none is named."""
     assert knee_of(points) == index
 
 
@@ -31,8 +31,8 @@ def test_a_curve_for_each_policy():
     assert [each.outcome.hits_tok for each in belady.results] == [0.5, 0.8, 0.9, 0.95]
 
 
-def test_points_are_by_capacity_however_they_were_swept():
-    """The largest may come first."""
+def test_points_are_ordered_by_capacity():
+    """The largest may have been swept first."""
     (curve,) = curves_of([result("lru", 8, 400, 0.9, 1), result("lru", 8, 100, 0.5, 2)])
     assert [each.outcome.hits_tok for each in curve.results] == [0.5, 0.9]
 
@@ -42,14 +42,14 @@ def test_points_are_by_capacity_however_they_were_swept():
     [
         ([(0, 8, 100), (0, 8, 200)], ["lru"]),
         ([(0, 8, 100), (0, 16, 100)], ["lru"]),
-        ([(0, 6, 94), (0, 12, 188)], ["lru"]),  # shares: DRAM goes with SSD
+        ([(0, 6, 94), (0, 12, 188)], ["lru"]),  # proportions: DRAM grows with SSD
         ([(0, 8, 100), (0, 8, 200), (0, 16, 100), (0, 16, 200)], [
             "lru, DRAM 8 GB", "lru, DRAM 16 GB",
         ]),
         ([(1, 8, 100), (2, 8, 100)], ["lru, HBM 1 GB", "lru, HBM 2 GB"]),
     ],
 )  # fmt: skip
-def test_what_else_was_swept_makes_curves_of_its_own(sizes, names):
-    """One capacity axis: what cannot be told from it is in the name."""
+def test_other_swept_values_make_their_own_curves(sizes, names):
+    """There is one capacity axis: other values are in the curve's name."""
     results = [result("lru", dram, ssd, 0.5, 1, hbm_gb=hbm) for hbm, dram, ssd in sizes]
     assert [curve.name for curve in curves_of(results)] == names

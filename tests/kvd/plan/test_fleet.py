@@ -1,4 +1,4 @@
-"""When servers are away."""
+"""When servers of a fleet are absent."""
 
 from kvd.plan.fleet import ONE_SERVER, FleetOptions, draw_outages
 from shared.types.units import NS_PER_S
@@ -6,8 +6,8 @@ from shared.types.units import NS_PER_S
 DAY_S = 86_400.0
 
 
-def test_servers_go_as_often_as_is_said():
-    """Ten a day each of both kinds, less those that would be while a server is away."""
+def test_servers_fail_at_the_given_rate():
+    """Ten a day of each kind, less those that would fall into an absence."""
     fleet = FleetOptions(40, 40, failures_per_day=5, drains_per_day=5, away_s=60)
     drawn = draw_outages(fleet, DAY_S)
     assert 300 < len(drawn) < 500
@@ -16,17 +16,19 @@ def test_servers_go_as_often_as_is_said():
     assert drawn[-1].starts_ns < DAY_S * NS_PER_S
 
 
-def test_no_server_is_away_twice_at_a_time():
-    """The second one is left out."""
+def test_no_server_is_absent_twice_at_a_time():
+    """The second absence is left out."""
     fleet = FleetOptions(3, 3, failures_per_day=500, away_s=600)
     back_ns = dict.fromkeys(range(3), 0)
-    for outage in draw_outages(fleet, DAY_S):
+    outages = draw_outages(fleet, DAY_S)
+    assert {outage.server for outage in outages} == set(range(3))
+    for outage in outages:
         assert outage.starts_ns >= back_ns[outage.server]
         back_ns[outage.server] = outage.starts_ns + 600 * NS_PER_S
 
 
-def test_one_server_is_always_there():
-    """Unless something else is asked for."""
+def test_one_server_is_always_present():
+    """Unless the options allow otherwise."""
     assert draw_outages(ONE_SERVER, DAY_S) == []
     assert ONE_SERVER.share == 1.0
     assert FleetOptions(1000, 16).share == 0.016

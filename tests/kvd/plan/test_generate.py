@@ -1,4 +1,4 @@
-"""Generated sessions have the statistics that are written in their specification."""
+"""Generated sessions have the statistics of their specification."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ WINDOW = 4096
 
 @pytest.fixture(scope="module")
 def sessions():
-    """As many as the paper has."""
+    """Draw as many sessions as the paper has."""
     return sharegpt_like(9000, 1.0, WINDOW, seed=7)
 
 
@@ -26,7 +26,7 @@ def _values(sessions, name, *, first=True):
     )
 
 
-def test_turns_are_the_paper_s(sessions):
+def test_the_numbers_of_turns_are_the_papers(sessions):
     """5.75 in the mean, 73 % with more than one, 40 at most."""
     counts = np.array([len(session.turns) for session in sessions])
     assert counts.mean() == pytest.approx(5.75, abs=0.01)
@@ -52,7 +52,7 @@ def test_lengths_and_times_are_those_of_the_shared_trace(sessions, name, quantil
 
 
 def test_contexts_are_those_of_the_specification(sessions):
-    """27 % of the sessions say more than 4,096 tokens (specification), and none keeps more."""
+    """27 % of the sessions have more than 4,096 tokens (specification), and none keeps more."""
     said = [
         sum(turn.new_tokens + turn.output_tokens for turn in session.turns) for session in sessions
     ]
@@ -62,7 +62,7 @@ def test_contexts_are_those_of_the_specification(sessions):
     assert footprint_tokens(sessions) == pytest.approx(20e6, rel=0.1)
 
 
-def test_history_is_what_truncation_leaves(sessions):
+def test_history_follows_from_truncation(sessions):
     """Every turn's history follows from the turn before it."""
     for session in sessions[:500]:
         context = 0
@@ -74,13 +74,13 @@ def test_history_is_what_truncation_leaves(sessions):
 @pytest.mark.parametrize(
     ("context", "new", "left"), [(4000, 96, 4000), (4000, 97, 1952), (1000, 3500, 0), (0, 9999, 0)]
 )
-def test_half_a_window_is_dropped_until_it_fits(context, new, left):
+def test_half_a_window_is_dropped_until_a_turn_fits(context, new, left):
     """Truncation ratio 0.5."""
     assert truncated(context, new, WINDOW) == left
 
 
 def test_sessions_begin_at_the_rate(sessions):
-    """Poisson arrivals, in order, and no thinking before a first turn."""
+    """Poisson arrivals, in order, and no think time before a first turn."""
     starts = np.array([session.start_s for session in sessions])
     gaps = np.diff(starts)
     assert gaps.min() >= 0
@@ -89,13 +89,13 @@ def test_sessions_begin_at_the_rate(sessions):
     assert {session.turns[0].think_s for session in sessions} == {0.0}
 
 
-def test_a_seed_says_everything():
+def test_the_seed_determines_everything():
     """The same seed draws the same sessions, another one others."""
     assert sharegpt_like(50, 2.0, 2048, 1) == sharegpt_like(50, 2.0, 2048, 1)
     assert sharegpt_like(50, 2.0, 2048, 1) != sharegpt_like(50, 2.0, 2048, 2)
 
 
 def test_one_session_can_be_drawn():
-    """However few there are, each has a turn."""
+    """However few sessions there are, each has a turn."""
     (session,) = sharegpt_like(1, 1.0, 2048, 0)
     assert len(session.turns) >= 1

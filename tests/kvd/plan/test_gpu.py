@@ -4,7 +4,7 @@ from kvd.plan.gpu import Gpu, Prefill
 
 
 def test_a_prefill_stalls_the_decodes_before_it():
-    """A decode ends later by the whole prefill that came between."""
+    """A decode ends later by the whole prefill that came in between."""
     gpu = Gpu()
     gpu.add(Prefill(1, prefill_ns=10, decode_ns=100), now_ns=0)
     assert gpu.next_ns() == 10
@@ -23,7 +23,7 @@ def test_a_prefill_stalls_the_decodes_before_it():
     assert (gpu.busy_ns, gpu.prefill_ns) == (140, 40)
 
 
-def test_prefills_run_in_the_order_in_which_they_came():
+def test_prefills_run_in_order_of_arrival():
     """The second begins when the first ends, and time without work is not busy."""
     gpu = Gpu()
     gpu.add(Prefill(1, prefill_ns=10, decode_ns=5), now_ns=100)
@@ -40,8 +40,8 @@ def test_prefills_run_in_the_order_in_which_they_came():
     assert (gpu.busy_ns, gpu.prefill_ns) == (25, 20)
 
 
-def test_the_backlog_is_what_a_prefill_queued_now_would_wait_for():
-    """The rest of the one that is computed, and all of those behind it; decodes hold up nobody."""
+def test_the_backlog_is_the_wait_of_a_prefill_queued_now():
+    """The rest of the running one, and all queued ones; decodes delay none."""
     gpu = Gpu()
     assert (gpu.num_turns, gpu.backlog_ns(0)) == (0, 0)
     gpu.add(Prefill(1, prefill_ns=10, decode_ns=50), now_ns=0)

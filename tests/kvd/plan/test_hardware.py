@@ -1,4 +1,4 @@
-"""Recompute load: how much of an engine's time a trace takes without a cache."""
+"""Recompute load: the share of an engine's time that a trace takes without a cache."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_load_is_work_over_the_span_of_arrivals():
 
 
 def test_stray_sessions_do_not_make_a_trace_idle():
-    """One session of two hundred that comes much later hardly changes the load."""
+    """One of two hundred sessions that comes much later hardly changes the load."""
     sessions = [Session(float(second), TURNS) for second in range(200)]
     even = recompute_load(sessions, ENGINE)
     assert even == pytest.approx(200 * 5.5 / 199)
@@ -33,7 +33,7 @@ def test_stray_sessions_do_not_make_a_trace_idle():
 
 
 def test_an_engine_is_scaled_to_a_load():
-    """Its times are multiplied, all by the same; arrivals are left alone."""
+    """All its times are multiplied by one factor; arrivals do not change."""
     sessions = [Session(0.0, TURNS), Session(22.0, TURNS)]
     engine = engine_at_load(sessions, ENGINE, 2.0)
     assert recompute_load(sessions, engine) == pytest.approx(2.0)
@@ -45,7 +45,7 @@ def test_an_engine_is_scaled_to_a_load():
 
 
 @pytest.mark.parametrize(("pcie_bytes_per_s", "stall_s"), [(200, 0.0), (100, 0.4), (50, 1.6)])
-def test_a_prefill_stalls_for_what_its_own_computing_does_not_hide(pcie_bytes_per_s, stall_s):
+def test_a_prefill_stalls_for_loading_that_computing_does_not_hide(pcie_bytes_per_s, stall_s):
     """120 tokens of a byte, beside the 0.5 s and 0.3 s that the new ones take."""
     machine = Hardware(0, 0, pcie_bytes_per_s=pcie_bytes_per_s, engine=ENGINE)
     costs = Costs([], machine, ReplayOptions("lru", 1.0))

@@ -1,4 +1,4 @@
-"""What is kept of a session whose model has states or windows, and how much can be loaded."""
+"""Which tokens a session with states or windows keeps, and how many can be loaded."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,34 +40,34 @@ def test_the_first_state_and_the_newest_two_stay():
     assert COSTS.new_bytes(kept, Kept(22, (10,))) == (8 * 10, 2 * 1000)
 
 
-def test_a_turn_that_says_nothing_leaves_one_state():
-    """There is one state at a position, and none before the first token."""
+def test_a_turn_without_new_tokens_leaves_one_state():
+    """There is one state per position, and none before the first token."""
     assert NOTHING.with_states(Turn(10, 0, 0, 0.0), 10) == Kept(10, (10,))
     assert NOTHING.with_states(Turn(0, 4, 0, 0.0), 4) == Kept(4, (4,))
 
 
-def test_a_state_is_of_use_at_its_position_only():
-    """A history that ends between two is loaded up to the first of them; before the first, none."""
+def test_a_state_is_useful_at_its_position_only():
+    """A history that ends between two is loaded up to the earlier one; before the first, none."""
     kept = Kept(22, (10, 18, 22))
     for history_tokens, loadable in ((25, 22), (22, 22), (21, 18), (18, 18), (17, 10), (9, 0)):
         assert COSTS.loadable(kept.within(history_tokens)) == loadable
         assert PLAIN.loadable(Kept(22).within(history_tokens)) == min(22, history_tokens)
 
 
-def test_what_a_truncation_dropped_has_no_state():
+def test_dropped_tokens_have_no_state():
     """Of 22 tokens 12 are stored: the states behind them are gone."""
     assert Kept(16, (10, 16)).with_states(SECOND, 12) == Kept(12, (10,))
     assert NOTHING.with_states(SECOND, 12) == Kept(12, ())
 
 
 def test_sessions_of_several_turns_keep_three():
-    """A first turn leaves two; a session that begins anew forgets what it had."""
+    """A first turn leaves two; a session that starts over loses the old ones."""
     assert most_states([Session(0.0, (FIRST,)), Session(0.0, (FIRST, SECOND, THIRD))]) == 2 + 3
     assert most_states([Session(0.0, (FIRST, Turn(3, 3, 0, 0.0)))]) == 2
 
 
 @given(st.lists(turns, min_size=1))
-def test_states_are_inside_of_what_is_kept(found: list[Turn]):
+def test_states_lie_within_the_kept_tokens(found: list[Turn]):
     """In order, at most three; and a longer history never loads less."""
     kept = NOTHING
     for turn in found:
@@ -80,8 +80,8 @@ def test_states_are_inside_of_what_is_kept(found: list[Turn]):
         assert all(load <= tokens for tokens, load in enumerate(loads))
 
 
-def test_windows_of_the_newest_two_ends_stay_and_of_the_first_tokens():
-    """Those that have tokens in common take them once."""
+def test_the_newest_two_windows_and_the_first_stay():
+    """Overlapping windows take common tokens once."""
     kept = NOTHING.with_windows(FIRST, 16)
     assert kept == Kept(16, (10, 16))
     assert kept.num_windowed(WINDOW) == 3 * WINDOW  # [0, 4), [6, 10), [12, 16)
@@ -97,27 +97,27 @@ def test_windows_of_the_newest_two_ends_stay_and_of_the_first_tokens():
 
 
 def test_a_history_is_loaded_up_to_a_window():
-    """One that ends before those of the newest ends has those of its first tokens."""
+    """One that ends before the newest windows has that of its first tokens."""
     kept = Kept(22, (18, 22))
     for history_tokens, loadable in ((30, 22), (22, 22), (21, 18), (17, WINDOW), (3, 3), (0, 0)):
         assert WINDOWED.loadable(kept.within(history_tokens)) == loadable
 
 
-def test_what_a_truncation_leaves_keeps_its_windows():
-    """At other positions: the session is as long as what is left."""
+def test_a_truncated_session_keeps_its_windows():
+    """At new positions: the session is as long as its rest."""
     assert Kept(16, (10, 16)).with_windows(SECOND, 12) == Kept(12, (8, 12))
     assert NOTHING.with_windows(SECOND, 3) == Kept(3, (3,))
 
 
-def test_the_most_that_sessions_keep_windows_of():
-    """Short sessions all of theirs, long ones those of three windows."""
+def test_the_largest_size_with_windows():
+    """Short sessions keep all tokens, long ones those of three windows."""
     assert most_windowed([Session(0.0, (FIRST, SECOND))], WINDOW) == 12
     assert most_windowed([Session(0.0, (FIRST,)), Session(0.0, (FIRST,))], 100) == 32
 
 
 @given(st.lists(turns, min_size=1), st.integers(1, 50))
-def test_windows_are_inside_of_what_is_kept(found: list[Turn], window: int):
-    """Never more than all tokens, and of the last one always."""
+def test_windows_lie_within_the_kept_tokens(found: list[Turn], window: int):
+    """Never more than all tokens, and always the last one's."""
     kept = NOTHING
     for turn in found:
         kept = kept.within(turn.history_tokens).with_windows(turn, turn.kept_tokens)

@@ -1,7 +1,7 @@
-"""`auto` against always loading and always recomputing: it is as good as the better one of both.
+"""`auto` against always loading and always recomputing: it is as good as the better of the two.
 
-Times of the drawn traffic are means over seeds: with queues, a turn that comes a microsecond later
-moves the mean TTFT of one replay by percents.
+Times are means over seeds: with queues, a turn that comes a microsecond later can change the mean
+TTFT of one replay by several percent.
 """
 
 from dataclasses import replace
@@ -18,9 +18,10 @@ from tests.sampled import sampled
 KV_BYTES = 780_000  # a token
 WINDOW_TOKENS = 4096
 NUM_SESSIONS = 300
-THINK_SCALE = 0.1  # so that many sessions overlap although there are few
+THINK_SCALE = 0.1  # so that many sessions overlap despite their small number
 MOST = 1.02  # times the better one
-MOST_IF_SCARCE = 1.05  # who decodes is held up, too, and keeps its place longer: that is left out
+# decodes are delayed, too, and occupy their places longer: the model ignores that
+MOST_IF_SCARCE = 1.05
 LOADS = [0.3, 1.0, 2.0]  # of the engine by recomputing
 # How long a token takes from DRAM and from SSD, by how long it takes to compute.
 TIERS = [(0.06, 0.4), (0.06, 2.0), (0.06, 10.0), (2.0, 4.0)]
@@ -29,12 +30,12 @@ ALWAYS = ("2.0-(0.06, 10.0)",)  # an extreme of both
 
 
 def footprint_bytes(sessions: list[Session]) -> int:
-    """Room for all sessions at their largest."""
+    """Return the room of all sessions at their largest."""
     return sum(max(turn.kept_tokens for turn in session.turns) for session in sessions) * KV_BYTES
 
 
 def mean_ttft_s(load, tiers, room, slots, seeds):
-    """Mean TTFT by load policy, with this share of the footprint as DRAM and SSD."""
+    """Return the mean TTFT by load policy, with this share of the footprint as DRAM and SSD."""
     ttfts_s = {"always": [], "auto": [], "never": []}
     for seed in seeds:
         sessions = sharegpt_like(NUM_SESSIONS, 0.25, WINDOW_TOKENS, seed)
@@ -59,7 +60,7 @@ def mean_ttft_s(load, tiers, room, slots, seeds):
 
 @pytest.mark.parametrize(("num_others", "num_guarded"), [(0, 1), (1, 0)])
 def test_a_turn_waits_for_the_ssd_if_another_waits_behind_it(num_others, num_guarded):
-    """A read of 24 s, or 16 s of computing, which whoever waits for a place would wait for, too.
+    """A read takes 24 s, or computing 16 s, for which waiting turns would wait, too.
 
     At 122.5 s one of two places is free, the other one decodes, and a turn comes every 41 s.
     """
@@ -78,8 +79,8 @@ def test_a_turn_waits_for_the_ssd_if_another_waits_behind_it(num_others, num_gua
 
 
 @pytest.mark.parametrize("case", sampled(list(CASES), 1, seed=1, always=ALWAYS))
-def test_auto_is_as_good_as_the_better_of_both(case):
-    """Whatever the load, and however loading compares to computing."""
+def test_auto_is_as_good_as_the_better_of_the_two(case):
+    """At any load, and for any ratio of loading to computing."""
     found = mean_ttft_s(*CASES[case], 0.5, 24, range(3))
     assert found["auto"] <= MOST * min(found["always"], found["never"])
 
@@ -90,7 +91,7 @@ def test_auto_is_as_good_as_the_better_of_both(case):
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 def test_auto_is_as_good_with_any_room(load, tiers, room, slots):
-    """Also where places are scarce, and where little is held, or everything."""
+    """With scarce places, and with tiers that hold little, or everything."""
     found = mean_ttft_s(load, tiers, room, slots, range(6))
     most = MOST_IF_SCARCE if slots == 6 else MOST
     assert found["auto"] <= most * min(found["always"], found["never"])

@@ -48,14 +48,14 @@ def test_models_of_the_paper_have_its_sizes(name, megabytes):
         ({"text_config": LLAMA, "vision_config": {"num_hidden_layers": 9}}, 2 * 4 * 2 * 64 * 2),
     ],
 )
-def test_a_directory_says_how_large_a_token_is(tmp_path: Path, config, kv_bytes):
-    """Two of them, for each layer and KV head, of the head's width."""
+def test_a_directory_gives_the_size_of_a_token(tmp_path: Path, config, kv_bytes):
+    """Two vectors per layer and KV head, of the head's width."""
     model = choose_model(_directory(tmp_path / "model", config), None, 0)
     assert (model.name, model.kv_bytes_per_token, model.window_tokens) == ("model", kv_bytes, 2048)
 
 
-def test_what_is_given_counts():
-    """Size and window of the command line are taken; without a model, nothing else is known."""
+def test_options_override_the_model():
+    """Size and window of the command line are used; without a model, nothing else is known."""
     model = choose_model("llama-13b", 1000, 512)
     assert (model.kv_bytes_per_token, model.window_tokens) == (1000, 512)
 
@@ -67,8 +67,8 @@ HYBRID = LLAMA | {
 }
 
 
-def test_a_directory_says_how_large_a_state_is(tmp_path: Path):
-    """Only one of the four layers has keys; what is given counts, and is not looked for."""
+def test_a_directory_gives_the_size_of_a_state(tmp_path: Path):
+    """Only one of the four layers has keys; an option overrides the config."""
     name = _directory(tmp_path / "model", HYBRID)
     model = choose_model(name, None, 0)
     assert (model.kv_bytes_per_token, model.state_bytes) == (2 * 2 * 64 * 2, 64 + 3 * 512 * 3 * 2)
@@ -93,8 +93,8 @@ def test_a_directory_says_how_large_a_state_is(tmp_path: Path):
         ([], "contains no JSON object"),
     ],
 )
-def test_a_directory_that_does_not_say_it_is_refused(tmp_path: Path, config, complaint):
-    """The line names the file and the way out."""
+def test_a_directory_without_the_sizes_is_refused(tmp_path: Path, config, complaint):
+    """The line names the file and the remedy."""
     with pytest.raises(UnknownModelError) as raised:
         choose_model(_directory(tmp_path / "model", config), None, 0)
     assert complaint in str(raised.value)
@@ -102,7 +102,7 @@ def test_a_directory_that_does_not_say_it_is_refused(tmp_path: Path, config, com
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path):
-    """The line names those there are."""
+    """The line lists the known ones."""
     with pytest.raises(UnknownModelError, match="llama-13b, llama-65b"):
         choose_model(str(tmp_path / "gpt"), None, 0)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Constants of the engine from documents of the bench."""
+"""Constants of the engine from the bench's documents."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def _decode(path: Path) -> Path:
 
 
 def test_prefill_is_the_line_through_long_and_short_turns(tmp_path: Path):
-    """`re` computes history and new tokens, `resident` the new ones."""
+    """`re` computes history and new tokens, `resident` the new ones only."""
     engine = calibrated(DEFAULT, [_turns(tmp_path / "turns.json")])
     assert engine.prefill_s_per_token == pytest.approx(1e-3)
     assert engine.fixed_s == pytest.approx(0.01)
@@ -52,7 +52,7 @@ def test_prefill_is_the_line_through_long_and_short_turns(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_decode_first", [True, False])
-def test_part_decode_knows_decode_steps_better(tmp_path: Path, is_decode_first):
+def test_part_decode_has_precedence_for_decode_steps(tmp_path: Path, is_decode_first):
     """The largest batch counts, whatever the order of the files."""
     paths = [_turns(tmp_path / "turns.json"), _decode(tmp_path / "decode.json")]
     engine = calibrated(DEFAULT, paths[::-1] if is_decode_first else paths)
@@ -65,16 +65,16 @@ def test_part_decode_knows_decode_steps_better(tmp_path: Path, is_decode_first):
     [
         ([(100, 0.3), (200, 0.5), (300, 0.7)], (0.002, 0.1)),
         ([(100, 0.2)], (0.002, 0.0)),
-        ([(100, 0.1), (200, 0.4)], (0.0018, 0.0)),  # a line with less than nothing at its begin
+        ([(100, 0.1), (200, 0.4)], (0.0018, 0.0)),  # a line that would begin below zero
     ],
 )
 def test_a_line_never_begins_below_zero(points, line):
-    """Then it goes through the origin; one length alone has no fixed time."""
+    """It goes through the origin then; a single length gives no fixed time."""
     assert fitted(points) == pytest.approx(line)
 
 
-def test_files_that_say_nothing_are_refused(tmp_path: Path):
-    """The line names the file, and what would be one."""
+def test_files_without_measurements_are_refused(tmp_path: Path):
+    """The line names the file, and which file is expected."""
     serve = _write(tmp_path / "serve.json", "serve")
     broken = _write(tmp_path / "broken.json", "decode", {"facts": {}})
     other = tmp_path / "other.json"

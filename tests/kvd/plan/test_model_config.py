@@ -1,4 +1,4 @@
-"""How large a state and a token's KV are: by a config as Transformers caches them."""
+"""The size of a state and of a token's KV, from a config, as Transformers caches them."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.zoo.models import build_model
 
 NUM_TOKENS = 9
 MIXED = ["linear_attention", "full_attention"] * 2
-# Of those whose tiny config has layers of one kind only, a mixture.
+# Mixtures of types whose tiny config has layers of one kind only.
 CHANGED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": MIXED},
@@ -70,7 +70,7 @@ def _config(fields: dict[str, Any]) -> ModelConfig:
 
 
 def _bytes_of(cache: Cache) -> tuple[int, int]:
-    """What is cached of a token, and of all together, packed: a header, each tensor aligned."""
+    """Return the cached bytes per token, and in total, packed: a header, each tensor aligned."""
     of_token, of_state = 0, STATE_ALIGNMENT
     for layer in cache.layers:
         for name in ("keys", "values"):
@@ -85,8 +85,8 @@ def _bytes_of(cache: Cache) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", sampled(HYBRIDS, 7, seed=2, always=ALWAYS))
-def test_a_config_says_what_a_model_caches(name, tmp_path: Path):
-    """The same bytes as in the cache of a model in bfloat16, read from the file that it saves."""
+def test_a_config_gives_the_size_of_the_cache(name, tmp_path: Path):
+    """The bytes equal those of a real model's cache in bfloat16."""
     model = build_model(Architecture(name, name, CHANGED.get(name, {}))).to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     cache = DynamicCache(config=model.config)
@@ -101,14 +101,14 @@ def test_a_config_says_what_a_model_caches(name, tmp_path: Path):
 
 
 def test_qwen3_next_keeps_72_mib_and_its_convolutions():
-    """Of 48 layers every fourth attends: 24.6 KB a token. In the published config none is named."""
+    """Every fourth of 48 layers attends: 24.6 KB per token. The published config names none."""
     config = _config(QWEN3_NEXT)
     assert token_bytes(config).kept == 12 * 2 * 2 * 256 * 2
     a_layer = 32 * 128 * 128 * 4 + 4 * (2 * 16 + 32) * 128 * 2
     assert state_bytes(config) == 64 + 36 * a_layer == MODELS["qwen3-next-80b"].state_bytes
 
 
-def test_a_pattern_says_which_layers_attend():
+def test_a_pattern_gives_the_layers_that_attend():
     """As older configs of nemotron_h have it: M scans, * attends, - and E do neither."""
     config = _config(
         {
@@ -141,14 +141,14 @@ def test_a_pattern_says_which_layers_attend():
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 7 + ["attention"]}, 1),
     ],
 )
-def test_configs_have_other_ways_to_say_which_layers_attend(fields, kv_bytes):
-    """Of eight layers so many, each with two times 16 numbers of two bytes."""
+def test_other_fields_give_the_layers_that_attend(fields, kv_bytes):
+    """So many of eight layers, each with two times 16 numbers of two bytes."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64}
     config = _config({"num_hidden_layers": 8, **sizes, **fields})
     assert token_bytes(config).kept == kv_bytes * 2 * 16 * 2
 
 
-def test_models_that_only_attend_keep_no_state():
+def test_models_with_attention_only_keep_no_state():
     """Whatever their layers are called."""
     kinds = ["sliding_attention", "full_attention", "chunked_attention", "indexed_attention"]
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
@@ -167,8 +167,8 @@ def test_models_that_only_attend_keep_no_state():
         ({"model_type": "zamba", "num_hidden_layers": 4}, "there is no layer_types"),
     ],
 )
-def test_states_that_the_config_does_not_say_are_refused(fields, complaint):
-    """The line names the file and the way out; what is not known is not guessed."""
+def test_states_of_unknown_size_are_refused(fields, complaint):
+    """The line names the file and the remedy; sizes are not guessed."""
     with pytest.raises(UnknownModelError, match=complaint) as raised:
         state_bytes(_config(fields))
     assert "config.json" in str(raised.value)
@@ -195,7 +195,8 @@ OF_LAYER = 2 * 4 * 256 * 2
     [
         ({}, 29),
         ({"layer_types": ["sliding_attention", "full_attention"] * 17}, 17),
-        ({"layer_types": ["sliding_attention"] * 34}, 34 - 5),  # all of them: one in eight is not
+        # every layer: one in eight is not possible
+        ({"layer_types": ["sliding_attention"] * 34}, 34 - 5),
         ({"layer_types": ["full_attention"] * 34}, 0),
         ({"sliding_window": None}, 0),
         ({"sliding_window": 131_072}, 0),
@@ -203,8 +204,8 @@ OF_LAYER = 2 * 4 * 256 * 2
         ({"sliding_window_pattern": None, "model_type": "mistral"}, 34 - 5),
     ],
 )
-def test_layers_that_attend_to_the_last_tokens_are_counted(changed, num_windowed):
-    """Where others attend to all: by a list of kinds, or every so many layers."""
+def test_layers_with_windows_are_counted(changed, num_windowed):
+    """Where others have full attention: by a list of kinds, or every so many layers."""
     found = token_bytes(ModelConfig(Path("config.json"), {**GEMMA3, **changed}))
     assert found.kept == (34 - num_windowed) * OF_LAYER
     assert (found.windowed, found.window) == (num_windowed * OF_LAYER, 1024 * bool(num_windowed))

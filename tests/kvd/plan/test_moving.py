@@ -5,15 +5,15 @@ from kvd.plan.kept import NOTHING, Kept
 from kvd.plan.moving import CHUNK_BYTES, Mover, RemoteStore, Stored
 
 COSTS = Costs([], Hardware(0, 0), ReplayOptions("lru", 10))
-RATE = 1e9  # a byte a nanosecond
+RATE = 1e9  # one byte per nanosecond
 
 
 def ends(mover: Mover) -> int:
     return min(at for at in mover.next_ns() if at is not None)
 
 
-def pushed(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mover:
-    """A server that has pushed so much of a session."""
+def make_pushed_server(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mover:
+    """Make a server that has pushed so many bytes of a session."""
     mover = Mover(store, COSTS, RATE, None)
     mover.on_store(session, Stored(Kept(tokens), number, None), 0)
     mover.push(session, 0)
@@ -21,8 +21,8 @@ def pushed(store: RemoteStore, session: int, tokens: int, number: int = 1) -> Mo
     return mover
 
 
-def test_a_session_is_due_once_it_was_left_alone():
-    """Not while it has another turn, nor for what it was before that."""
+def test_an_idle_session_is_pushed():
+    """Not while it has another turn, nor its state from before that."""
     mover = Mover(RemoteStore(), COSTS, RATE, quiet_s=10e-9)
     mover.on_store(1, Stored(Kept(5), 1, None), 0)
     mover.on_store(2, Stored(Kept(5), 2, None), 3)
@@ -35,10 +35,10 @@ def test_a_session_is_due_once_it_was_left_alone():
     assert sorted(mover.unpushed) == [1, 2]
 
 
-def test_only_what_the_store_does_not_have_is_sent():
-    """A turn's tokens, once those before them are there."""
+def test_only_missing_tokens_are_sent():
+    """Those of the last turn, once the earlier ones are in the store."""
     store = RemoteStore()
-    mover = pushed(store, 1, tokens=100)
+    mover = make_pushed_server(store, 1, tokens=100)
     assert mover.totals().bytes_pushed == 1000
     mover.on_store(1, Stored(Kept(130), 2, None), 2000)
     mover.push(1, 2000)
@@ -49,26 +49,26 @@ def test_only_what_the_store_does_not_have_is_sent():
     assert mover.unpushed == []
 
 
-def test_who_is_late_is_fenced():
-    """What an earlier turn has left does not replace what a later one has."""
+def test_a_late_push_is_fenced():
+    """The state after an earlier turn does not replace that after a later one."""
     store = RemoteStore()
-    pushed(store, 1, tokens=50, number=8)
-    pushed(store, 1, tokens=100, number=3)
+    make_pushed_server(store, 1, tokens=50, number=8)
+    make_pushed_server(store, 1, tokens=100, number=3)
     assert store.find(1, 0) == Kept(50)
 
 
-def test_what_has_expired_is_not_there():
-    """Its TTL counts on."""
+def test_an_expired_session_is_not_found():
+    """Its TTL continues in the store."""
     store = RemoteStore()
     store.put(1, Stored(Kept(50), 1, 1000))
     assert (store.find(1, 999), store.find(1, 1000)) == (Kept(50), NOTHING)
 
 
-def test_a_turns_history_is_fetched_as_far_as_it_is_there():
-    """One session after another; each request to the store counts, one that finds nothing too."""
+def test_a_turns_history_is_fetched_as_far_as_it_is_stored():
+    """One session after another; each request to the store counts, also a failing one."""
     store = RemoteStore()
-    pushed(store, 1, tokens=100)
-    pushed(store, 2, tokens=CHUNK_BYTES // 10 + 1)
+    make_pushed_server(store, 1, tokens=100)
+    make_pushed_server(store, 2, tokens=CHUNK_BYTES // 10 + 1)
     mover = Mover(store, COSTS, RATE, None)
     mover.fetch(1, history_tokens=80, now_ns=0)
     mover.fetch(2, history_tokens=10**9, now_ns=0)
@@ -85,10 +85,10 @@ def test_a_turns_history_is_fetched_as_far_as_it_is_there():
     assert mover.fetch_of(1, 0) is None
 
 
-def test_what_is_not_wanted_any_more_is_not_told_when_it_comes():
-    """It was moved all the same."""
+def test_an_unwanted_fetch_is_not_reported():
+    """Its bytes were moved all the same."""
     store = RemoteStore()
-    pushed(store, 1, tokens=100)
+    make_pushed_server(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None)
     mover.fetch(1, history_tokens=80, now_ns=0)
     mover.drop_fetch(1)
@@ -96,10 +96,10 @@ def test_what_is_not_wanted_any_more_is_not_told_when_it_comes():
     assert mover.totals().bytes_fetched == 800
 
 
-def test_where_turns_do_not_wait_only_what_is_there_counts():
-    """And a router is told that nothing is fetched for them."""
+def test_where_turns_do_not_wait_only_local_history_counts():
+    """And a router is told that no session is fetched for them."""
     store = RemoteStore()
-    pushed(store, 1, tokens=100)
+    make_pushed_server(store, 1, tokens=100)
     mover = Mover(store, COSTS, RATE, None, waits=False)
     mover.fetch(1, history_tokens=80, now_ns=0)
     assert mover.fetch_of(1, 799) is None

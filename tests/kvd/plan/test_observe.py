@@ -1,4 +1,4 @@
-"""kvd plan --observe: rates of the turns that can be judged, beside what the daemon had."""
+"""`kvd plan --observe`: hit rates of the turns that can be judged, beside the daemon's own."""
 
 import json
 from dataclasses import asdict, replace
@@ -19,12 +19,12 @@ from kvd.plan.recorded_replay import ObservedCache
 from shared.types.units import NS_PER_S
 
 TOKENS = 64
-BYTES = 64_000  # of a session
+BYTES = 64_000  # tokens per session
 MANY = 10_000
 
 
 def _round(sessions: int, rounds: int) -> list[RecordedTurn]:
-    """So many sessions that come in turn."""
+    """Yield turns of so many sessions in a circle."""
     turns = []
     for at in range(sessions * rounds):
         session, number = at % sessions, at // sessions + 1
@@ -48,8 +48,8 @@ def _text(observed: Observation) -> str:
     return captured.get()
 
 
-def test_the_knee_of_sessions_that_come_in_turn() -> None:
-    """LRU finds nothing of six sessions in room for two or four, and all of it in eight."""
+def test_the_knee_of_sessions_in_a_circle() -> None:
+    """LRU finds nothing of six sessions in room for two or four, and everything in eight."""
     observed = observe(_round(6, 100), _cache(2), MANY)
     assert [(size.dram_scale, size.rates.tok) for size in observed.reachable] == [
         (1, 0.0),
@@ -63,7 +63,7 @@ def test_the_knee_of_sessions_that_come_in_turn() -> None:
     assert "holds all that was seen" in _text(observed)
 
 
-def test_ssd_and_dram_are_scaled_apart() -> None:
+def test_ssd_and_dram_are_scaled_separately() -> None:
     """Nine sizes; more SSD finds more, more DRAM finds more of it in DRAM."""
     observed = observe(_round(8, 60), _cache(2, 5), MANY)
     by_scale = {(size.dram_scale, size.ssd_scale): size.rates for size in observed.reachable}
@@ -73,8 +73,8 @@ def test_ssd_and_dram_are_scaled_apart() -> None:
     assert by_scale[4, 2] == HitRates(1.0, 1.0, 1.0)
 
 
-def test_what_the_daemon_had_is_of_the_same_turns() -> None:
-    """Second half only, turns with history that asked; a tail short of a block is no miss."""
+def test_the_daemons_hit_rate_is_of_the_same_turns() -> None:
+    """Second half only, turns with history and loads; a tail below a block is no miss."""
     turns = _round(4, 10)
     turns[25] = replace(turns[25], dram_tokens=TOKENS - 1)
     turns[26] = replace(turns[26], ssd_tokens=TOKENS // 2)
@@ -87,7 +87,7 @@ def test_what_the_daemon_had_is_of_the_same_turns() -> None:
     assert observed.had.dram == pytest.approx(63 / 95)
 
 
-def test_it_says_when_it_has_seen_too_little() -> None:
+def test_too_few_observations_are_reported() -> None:
     """Few turns, few sessions, or none that can be judged."""
     assert observe(_round(4, 4), _cache(2), MANY).is_too_few
     assert observe(_round(10, 100), _cache(2), MANY).is_too_few  # ten sessions only
@@ -98,22 +98,22 @@ def test_it_says_when_it_has_seen_too_little() -> None:
     assert "too few" not in _text(enough)
 
 
-def test_nothing_to_judge() -> None:
-    """Of first turns there is nothing to say, and no table to show."""
+def test_first_turns_cannot_be_judged() -> None:
+    """There is nothing to report, and no table."""
     observed = observe(_round(40, 1), _cache(2), MANY)
     assert (observed.num_turns, observed.num_judged) == (40, 0)
     assert "DRAM share" not in _text(observed)
     assert observe([], _cache(2), MANY).num_turns == 0
 
 
-def test_it_says_when_room_is_not_what_is_missing() -> None:
+def test_misses_with_enough_room_are_reported() -> None:
     """If everything seen fits, misses have another cause."""
     text = _text(observe(_round(60, 10), _cache(100), MANY))
     assert "missed its KV for lack of room" in text
 
 
-def test_a_full_log_and_a_document() -> None:
-    """What is forgotten is said; everything is plain values."""
+def test_a_full_log_and_its_document() -> None:
+    """Forgotten turns are reported; the document has plain values."""
     observed = observe(_round(6, 10), _cache(2), 60)
     assert observed.is_log_full
     assert "older ones are forgotten" in _text(observed)
@@ -123,7 +123,7 @@ def test_a_full_log_and_a_document() -> None:
 
 
 def test_progress_is_reported() -> None:
-    """After each of the replays."""
+    """After each replay."""
     progress: list[int] = []
     observe(_round(4, 4), _cache(2), MANY, progress.append)
     assert progress == [1, 2, 3]

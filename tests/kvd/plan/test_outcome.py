@@ -1,4 +1,4 @@
-"""What is measured of turns."""
+"""Measurements of turns in a replay."""
 
 from dataclasses import asdict
 
@@ -7,7 +7,7 @@ from kvd.plan.outcome import Tally, Totals, TurnRecord
 from shared.types.units import NS_PER_S
 
 
-def test_shares_are_of_the_right_wholes():
+def test_shares_have_the_right_totals():
     """All, follow-up and token hit rates, and DRAM shares with and without a queue."""
     tally = Tally()
     for turn in (
@@ -26,8 +26,8 @@ def test_shares_are_of_the_right_wholes():
     assert outcome.recompute_load == 0.5
 
 
-def test_returns_are_turns_with_history_and_where_they_were_when_they_came():
-    """Whatever they found later; of tools' returns there is a share of their own."""
+def test_returns_are_counted_by_their_sessions_tier():
+    """At their arrival, whatever they found later; returns of tools have their own share."""
     tally = Tally()
     for turn in (
         TurnRecord(0, 0, 0, 10, was_resident=True, is_of_tools=True),
@@ -42,14 +42,14 @@ def test_returns_are_turns_with_history_and_where_they_were_when_they_came():
     assert outcome.recomputed_per_turn == (40 + 100) / 4
 
 
-def test_nothing_measured_is_zero_everywhere():
+def test_without_turns_everything_is_zero():
     """A warm-up longer than the trace leaves no turn, and no division by zero."""
     values = asdict(Tally().outcome(3, 0.0, Totals(), Totals()))
     assert values.pop("num_turns") == 3
     assert not any(values.values())
 
 
-def test_times_are_from_arrival_and_from_start():
+def test_times_are_measured_from_arrival_and_from_start():
     """The 99th percentile is the value that 99 % of the turns do not exceed."""
     tally = Tally()
     for index in range(1, 101):
@@ -60,7 +60,7 @@ def test_times_are_from_arrival_and_from_start():
     assert (outcome.start_ttft_mean_s, outcome.start_ttft_p99_s) == (50.5, 99.0)
 
 
-def test_counters_of_the_warm_up_are_taken_off():
+def test_counters_of_the_warm_up_are_subtracted():
     """Engine time, span and bytes are those after the warm-up."""
     since = Totals(10 * NS_PER_S, 3 * NS_PER_S, NS_PER_S, 100, 1000)
     until = Totals(20 * NS_PER_S, 3603 * NS_PER_S, 1801 * NS_PER_S, 250, 1500)

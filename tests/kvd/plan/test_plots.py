@@ -1,4 +1,4 @@
-"""The page and the picture."""
+"""The page and the picture of a plan."""
 
 import re
 from html.parser import HTMLParser
@@ -35,8 +35,8 @@ class _Words(HTMLParser):
             self.cells.append(data)
 
 
-def test_the_page_is_of_itself():
-    """Nothing is loaded from anywhere, and what is from outside is escaped."""
+def test_the_page_is_self_contained():
+    """Nothing is loaded from elsewhere, and outside data is escaped."""
     text = page(swept())
     assert not re.search(r"<(script|link|img|iframe)|url\(|@import|src=", text)
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -45,7 +45,7 @@ def test_the_page_is_of_itself():
 
 
 def test_the_page_has_both_charts():
-    """A line for each policy, all points, the knees ringed, and the line of recomputing."""
+    """A line per policy, all points, the knees ringed, and the line of recomputing."""
     hits, costs = _pictures(page(swept()))
     assert len(hits.findall(f"{SVG}polyline")) == 2
     points = [each for each in hits.iter(f"{SVG}circle") if each.get("class") != "mark"]
@@ -60,8 +60,8 @@ def test_the_page_has_both_charts():
     assert cheapest[0] == "lru, 16 GB + 240 GB: 5.50, 55.0% of RE's (cheapest)"
 
 
-def test_higher_is_more():
-    """Capacities grow to the right, hit rates upwards, within the picture."""
+def test_axes_grow_to_the_right_and_upwards():
+    """Capacities to the right, hit rates upwards, within the picture."""
     hits, _ = _pictures(page(swept()))
     path = hits.find(f"{SVG}polyline").get("points")
     places = [tuple(map(float, each.split(","))) for each in path.split()]
@@ -71,14 +71,14 @@ def test_higher_is_more():
 
 
 def test_the_page_has_the_tables():
-    """As on the terminal."""
+    """They are the terminal's."""
     cells = _Words(page(swept())).cells
     for cell in ("DRAM + SSD", "GPU time", "60.0%", "8 GB + 120 GB", "1.25", "RE"):
         assert cell in cells
 
 
 def test_one_capacity_can_be_drawn():
-    """A single point, without any memory even, has a place."""
+    """A single point, even without memory, has a place."""
     for sizes in ((8, 100), (0, 0)):
         hits, _ = _pictures(page(plan(result("lru", *sizes, 0.5, 4.0))))
         assert len(list(hits.iter(f"{SVG}circle"))) == 1
@@ -92,7 +92,7 @@ def test_wide_sweeps_have_a_logarithmic_axis(smallest, is_log):
 
 
 def test_free_gpus_have_a_chart():
-    """Nothing costs anything: the axis of costs still has a length."""
+    """All costs are zero: their axis still has a length."""
     free = plan(result("lru", 8, 100, 0.5, 0.0))
     _, costs = charts(free)
     assert costs.top > 0
@@ -127,7 +127,7 @@ def test_capacities_are_labelled_in_their_units(low, high, labels):
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.html"])
-def test_the_file_s_name_says_what_is_written(tmp_path: Path, name):
+def test_the_files_name_determines_the_format(tmp_path: Path, name):
     """A picture by matplotlib, or a page."""
     path = tmp_path / name
     check_plot(path)
@@ -137,8 +137,8 @@ def test_the_file_s_name_says_what_is_written(tmp_path: Path, name):
 
 
 @pytest.mark.parametrize("name", ["none/plan.html", "plan.txt", "plan", "."])
-def test_what_cannot_be_written_is_refused_before_planning(tmp_path: Path, name):
-    """Minutes of replaying are not thrown away."""
+def test_an_unwritable_file_is_refused_before_planning(tmp_path: Path, name):
+    """Minutes of replaying are not lost."""
     with pytest.raises(NoPlotError) as raised:
         check_plot(tmp_path / name)
     assert raised.value.exit_code == 78

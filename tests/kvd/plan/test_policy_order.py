@@ -1,4 +1,4 @@
-"""Policies in a replay of a generated chat trace compare as an independent simulator found.
+"""Policies in a replay of a generated chat trace rank as in an independent simulator.
 
 A tenth of the paper's experiment: sessions, capacities, slots and bandwidths are divided alike;
 `make test` has half of the sessions.
@@ -43,8 +43,8 @@ def outcome_of(policy: str, num_sessions: int, ssd_slots: int, dram_slots: int =
         pytest.param(900, 313, marks=pytest.mark.long),
     ],
 )
-def test_the_more_of_the_queue_a_policy_sees_the_more_hits(num_sessions, ssd_slots):
-    """The paper's window beats LRU, the whole queue beats the window, and is as good as any."""
+def test_policies_that_see_more_of_the_queue_hit_more(num_sessions, ssd_slots):
+    """The paper's window beats LRU, the whole queue beats the window, and no policy beats it."""
     tok = {
         policy: outcome_of(policy, num_sessions, ssd_slots).hits_tok
         for policy in ("lru", "lookahead", "lookahead_queue", "belady")
@@ -55,7 +55,7 @@ def test_the_more_of_the_queue_a_policy_sees_the_more_hits(num_sessions, ssd_slo
 
 
 @pytest.mark.parametrize("num_sessions", [450, pytest.param(900, marks=pytest.mark.long)])
-def test_a_long_queue_has_the_histories_in_dram_in_time(num_sessions):
-    """LRU reads on demand; with a window of 16 jobs, what hits is in DRAM when its turn starts."""
+def test_with_a_long_queue_histories_are_in_dram_in_time(num_sessions):
+    """LRU reads on demand; with a window of 16 jobs, hits are in DRAM when their turns start."""
     assert outcome_of("lru", num_sessions, 313, 16).dram_share < 0.25
     assert outcome_of("lookahead_queue", num_sessions, 313, 16).dram_share_4_ahead >= 0.99

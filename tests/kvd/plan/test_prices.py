@@ -1,4 +1,4 @@
-"""Prices, and what a replay costs."""
+"""Prices, and the cost of a replay."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvd.plan.sizes import GB
 
 
 @pytest.mark.parametrize(("num_gpus", "share"), [(2, 0.164), (4, 0.090)])
-def test_storage_has_the_paper_s_share_of_the_cost(num_gpus, share):
+def test_storage_has_the_papers_share_of_the_cost(num_gpus, share):
     """128 GB and 10 TB: 16.4 % of the cost on two GPUs, 9.0 % on four (§4.2, a TB of 1,024 GB)."""
     cost = cost_of(
         Prices(),
@@ -24,7 +24,7 @@ def test_storage_has_the_paper_s_share_of_the_cost(num_gpus, share):
     assert cost.gpu == num_gpus * 5 * 6.25
 
 
-def test_nothing_costs_nothing():
+def test_without_prices_the_cost_is_zero():
     """Free GPUs and no tiers have no share of anything."""
     cost = cost_of(
         Prices(gpu=0), num_gpus=1, gpu_hours=1, storage_hours=1, dram_bytes=0, ssd_bytes=0
@@ -32,8 +32,8 @@ def test_nothing_costs_nothing():
     assert (cost.total, cost.storage_share) == (0, 0)
 
 
-def test_prices_that_a_file_leaves_out_are_the_paper_s(tmp_path: Path):
-    """A file says only what is different."""
+def test_omitted_prices_are_the_papers(tmp_path: Path):
+    """A file has the differences only."""
     path = tmp_path / "prices.toml"
     path.write_text("gpu = 2\nssd_gb = 0.0001\n", encoding="utf-8")
     assert read_prices(path) == Prices(gpu=2.0, dram_gb=0.0088, ssd_gb=0.0001)
@@ -50,7 +50,7 @@ def test_prices_that_a_file_leaves_out_are_the_paper_s(tmp_path: Path):
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text, complaint):
-    """One line that names the prices there are."""
+    """One line that lists the known prices."""
     path = tmp_path / "prices.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(BadPricesError) as raised:

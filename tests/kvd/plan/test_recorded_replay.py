@@ -1,4 +1,4 @@
-"""What a daemon's recent turns would have found in other tiers."""
+"""What a daemon's recent turns would find in other tiers."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from shared.types.units import NS_PER_S
 
 BLOCK = 16
 CACHE = ObservedCache(BLOCK, 1600, 0, 0, "lru")
-ROOM = CACHE.num_bytes(100)  # for one session of the tests
+ROOM = CACHE.num_bytes(100)  # room for one session of the tests
 ENOUGH = 100 * ROOM
 
 
@@ -28,7 +28,7 @@ def turn(
     wanted: int = 0,
     size: int = 100,
 ) -> RecordedTurn:
-    """A turn that comes to run at a time."""
+    """Make a turn that runs at this time."""
     started_ns = round(at_s * NS_PER_S)
     return RecordedTurn(
         session=session,
@@ -45,26 +45,26 @@ def turn(
 
 
 def tiers_of(found: list[Found]) -> list[Tier | None]:
-    """Where each turn's history was."""
+    """Return the tier of each turn's history."""
     return [one.tier for one in found]
 
 
-def test_everything_is_found_if_there_is_room() -> None:
+def test_everything_is_found_with_enough_room() -> None:
     """A first turn has nothing to find; its second finds what the first has stored."""
     turns = [turn(1, 1, 0), turn(2, 1, 2), turn(1, 2, 10, wanted=90), turn(2, 2, 12)]
     found = replay_recorded(turns, CACHE, ENOUGH, 0)
     assert found == [Found(), Found(), Found(90, Tier.DRAM), Found(100, Tier.DRAM)]
 
 
-def test_what_has_no_room_goes_to_ssd_or_is_lost() -> None:
+def test_sessions_without_room_in_dram_are_on_ssd_or_lost() -> None:
     """DRAM for one session: the other is on SSD, or nowhere if there is none."""
     turns = [turn(1, 1, 0), turn(2, 1, 2), turn(1, 2, 10), turn(2, 2, 20)]
     assert tiers_of(replay_recorded(turns, CACHE, ROOM, ENOUGH))[2:] == [Tier.SSD, Tier.SSD]
     assert tiers_of(replay_recorded(turns, CACHE, ROOM, 0))[2:] == [None, None]
 
 
-def test_a_session_that_waits_is_read_ahead() -> None:
-    """By a policy that looks ahead, if it waits for as long as the read takes."""
+def test_a_waiting_session_is_read_ahead() -> None:
+    """By a policy that looks ahead, if it waits as long as the read takes."""
     history = [turn(1, 1, 0), turn(2, 1, 2), turn(3, 1, 4)]
     cache = ObservedCache(BLOCK, 1600, 0, 0, "lookahead_queue", ssd_bytes_per_s=ROOM / 5)
     for waits_s, expected in ((6.0, Tier.DRAM), (4.0, Tier.SSD)):
@@ -74,8 +74,8 @@ def test_a_session_that_waits_is_read_ahead() -> None:
     assert tiers_of(replay_recorded(turns, CACHE, 2 * ROOM, ENOUGH))[3] is Tier.SSD  # lru
 
 
-def test_a_read_that_is_overtaken_disturbs_nothing() -> None:
-    """Its session runs, is stored and comes back while the read would still be going on."""
+def test_a_read_that_is_too_late_has_no_effect() -> None:
+    """Its session runs, is stored and comes back while the read would still be active."""
     cache = ObservedCache(BLOCK, 1600, 0, 0, "lookahead_queue", ssd_bytes_per_s=ROOM / 50)
     turns = [turn(1, 1, 0), turn(2, 1, 2), turn(3, 1, 4), turn(1, 2, 30, waits_s=4)]
     turns += [turn(1, 3, 35, waits_s=1), turn(2, 2, 90, waits_s=5), turn(1, 4, 200)]
@@ -84,16 +84,16 @@ def test_a_read_that_is_overtaken_disturbs_nothing() -> None:
     assert None not in found[3:]
 
 
-def test_a_session_expires() -> None:
-    """After its TTL since it was stored last, it is not found."""
+def test_a_session_expires_after_its_ttl() -> None:
+    """Counted from its last store."""
     cache = ObservedCache(BLOCK, 1600, 0, 0, "lru", ttl_ns=10 * NS_PER_S)
     turns = [turn(1, 1, 0), turn(1, 2, 10), turn(1, 3, 30), turn(1, 4, 32)]
     found = tiers_of(replay_recorded(turns, cache, ENOUGH, 0))
     assert found == [None, Tier.DRAM, None, Tier.DRAM]
 
 
-def test_a_session_that_has_ended_goes_first() -> None:
-    """Its room is worth more to one that was used before it."""
+def test_an_ended_session_goes_first() -> None:
+    """It gives way to one that was used before it."""
     turns = [turn(1, 1, 0), turn(2, 1, 2), turn(3, 1, 4), turn(1, 2, 10)]
     assert tiers_of(replay_recorded(turns, CACHE, 2 * ROOM, 0))[3] is None
     turns[1] = replace(turns[1], is_ended=True)
@@ -118,7 +118,7 @@ def test_sizes_are_whole_blocks() -> None:
 def test_any_record_can_be_replayed(
     steps: list[tuple[int, int, int, int]], policy: str, dram: int, ssd: int
 ) -> None:
-    """Whatever overlaps, nothing is found that was not stored, and all of it where all fits."""
+    """With any overlaps, only stored tokens are found, and all of them where all fit."""
     number: dict[int, int] = {}
     turns = []
     for at_s, (session, waits_s, lasts_s, size) in enumerate(steps):
@@ -137,7 +137,7 @@ def test_any_record_can_be_replayed(
 
 
 @pytest.mark.parametrize("policy", ["lru", "lookahead_queue"])
-def test_more_room_never_finds_less_of_equal_sessions(policy: str) -> None:
+def test_more_room_never_finds_less(policy: str) -> None:
     """Ten sessions in turn, in room for two, four, eight and sixteen."""
     turns = [turn(at % 10, 1 + at // 10, 5.0 * at) for at in range(100)]
     cache = ObservedCache(BLOCK, 1600, 0, 0, policy)

@@ -1,4 +1,4 @@
-"""Replays small enough to be computed by hand, and what holds for every replay."""
+"""Replays small enough to be computed by hand, and properties of every replay."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -57,28 +57,28 @@ def test_inclusive_tiers_write_only_new_bytes():
         assert outcome.ssd_bytes_written == 16_000 + 6_000
 
 
-def test_recompute_holds_nothing():
+def test_recompute_stores_nothing():
     """Load policy "never" is RE: every turn prefills its whole prompt."""
     outcome = replay([at(0.0, FIRST, SECOND)], MACHINE, replace(LRU, load_policy="never"))
     assert shares(outcome) == (0.0, 0.0, 0.0, 0.0)
     assert outcome.ttft_mean_s == (10.5 + 18.5) / 2
 
 
-def test_the_guard_computes_what_is_slower_to_load():
-    """A read of 32 s loses to 16 s of prefill; one of 8 s does not, nor if it waits as long."""
+def test_the_guard_computes_where_loading_is_slower():
+    """A read of 32 s loses to 16 s of computing; one of 8 s does not, even with a wait as long."""
     auto, slow = replace(LRU, load_policy="auto"), replace(SSD_ONLY, ssd_bytes_per_s=500)
     outcome = replay([at(0.0, FIRST, SECOND)], slow, auto)
     assert (outcome.num_guarded, outcome.hits_fu, outcome.ssd_bytes_read) == (1, 0.0, 0)
     assert outcome.ttft_mean_s == (10.5 + 18.5) / 2
     assert replay([at(0.0, FIRST, SECOND)], SSD_ONLY, auto).hits_fu == 1.0
     # Both first turns end at 22.5 s, and both second ones come at 30.5 s. The one that comes second
-    # waits for 16 s: its 16 s of computing would hold up the other, too, which is there after 8 s.
+    # waits for 16 s: its 16 s of computing would delay the other, too, which needs only 8 s.
     two = replace(SSD_ONLY, engine=replace(ENGINE, slots=2))
     outcome = replay([at(0.0, FIRST, SECOND), at(0.0, FIRST, SECOND)], two, auto)
     assert (outcome.num_hits, outcome.num_guarded) == (2, 0)
 
 
-def test_turns_wait_for_a_slot_in_the_order_in_which_they_come():
+def test_turns_wait_for_a_slot_in_order_of_arrival():
     """The second waits 12 s for the first, the third 24 s for both; the queue is 0, 0 and 1."""
     outcome = replay([at(0.0, FIRST), at(0.0, FIRST), at(0.0, FIRST)], MACHINE, LRU)
     assert outcome.start_ttft_mean_s == 10.5
@@ -95,7 +95,7 @@ def test_a_prefill_stalls_decodes():
     assert outcome.span_s == 22.5
 
 
-def test_hbm_bounds_the_turns_that_run():
+def test_hbm_limits_the_running_turns():
     """Two turns of 16 tokens do not fit into the bytes of 31; one does, however small HBM is."""
     two = replace(MACHINE, engine=replace(ENGINE, slots=2))
     for hbm_bytes, span_s in ((32_000, 22.5), (31_999, 24.0), (1, 24.0)):
@@ -112,13 +112,13 @@ def test_the_least_recently_used_session_goes_first():
     ]
     outcome = replay(sessions, replace(MACHINE, dram_bytes=38_000), LRU)
     assert outcome.hits_fu == pytest.approx(2 / 3)
-    # With room on SSD none is lost: it is demoted, and read when it is wanted.
+    # With room on SSD none is lost: it is demoted, and read when needed.
     outcome = replay(sessions, replace(MACHINE, dram_bytes=38_000, ssd_bytes=38_000), LRU)
     assert (outcome.hits_fu, outcome.dram_share) == (1.0, pytest.approx(2 / 3))
     assert outcome.ssd_bytes_read == 16_000
 
 
-def test_a_window_is_charged_whole():
+def test_a_window_is_charged_completely():
     """Two sessions of 16 tokens fit packed; as windows of 20 tokens only one does."""
     sessions = [
         at(0.0, FIRST, replace(SECOND, think_s=1000.0)),
@@ -131,7 +131,7 @@ def test_a_window_is_charged_whole():
 
 
 def test_contexts_are_truncated_to_the_window():
-    """Of 22 tokens a window of 20 keeps 12; a trace that goes beyond it is another model's."""
+    """Of 22 tokens a window of 20 keeps 12; a trace with longer contexts is another model's."""
     third = Turn(new_tokens=1, output_tokens=1, history_tokens=12, think_s=1.0)
     sessions = [at(0.0, FIRST, SECOND, third)]
     options = replace(LRU, window_tokens=20)
@@ -142,14 +142,14 @@ def test_contexts_are_truncated_to_the_window():
     assert outcome.ssd_bytes_written == 16_000 + 22_000 + 14_000
 
 
-def test_a_session_expires_when_it_was_left_alone_for_its_ttl():
+def test_an_idle_session_expires_after_its_ttl():
     """A think time of 8 s outlives a TTL of 7.5 s, but not one of 8.5 s."""
     sessions = [at(0.0, FIRST, SECOND)]
     assert replay(sessions, MACHINE, replace(LRU, ttl_s=7.5)).num_hits == 0
     assert replay(sessions, MACHINE, replace(LRU, ttl_s=8.5)).num_hits == 1
 
 
-def test_a_session_of_which_a_turn_waits_does_not_expire():
+def test_a_session_with_a_waiting_turn_does_not_expire():
     """Its second turn comes at 20 s and starts at 31 s, long after 12 s + 10 s."""
     sessions = [at(0.0, FIRST, SECOND), at(19.0, FIRST)]
     outcome = replay(sessions, MACHINE, replace(LRU, ttl_s=10.0))
@@ -165,7 +165,7 @@ def test_the_watermark_is_kept_free():
 
 
 def test_an_end_hint_frees_room():
-    """A session that said that it has ended is not stored, so that another is not evicted."""
+    """A session that has ended is not stored, so that no other is evicted."""
     sessions = [at(0.0, FIRST, replace(SECOND, think_s=100.0)), at(20.0, FIRST)]
     machine = replace(MACHINE, dram_bytes=30_000)
     assert replay(sessions, machine, LRU).num_hits == 0
@@ -173,7 +173,7 @@ def test_an_end_hint_frees_room():
 
 
 def test_the_warm_up_is_not_measured():
-    """Turns count from the third to start on, with all that happens from then on."""
+    """Turns count from the third start, with all later events."""
     sessions = [at(0.0, FIRST, SECOND), at(100.0, FIRST, SECOND)]
     outcome = replay(sessions, SSD_ONLY, replace(LRU, warmup_turns=2))
     assert (outcome.num_turns, outcome.num_turns_measured, outcome.num_hits) == (4, 2, 1)
@@ -187,15 +187,15 @@ def test_without_thinking_a_turn_comes_at_once():
     assert outcome.span_s == 12 + 3.5
 
 
-def test_a_cleared_context_is_no_hit():
-    """What is held of a session is dropped when its next turn begins with no history."""
+def test_a_cleared_context_is_a_miss():
+    """A session's stored tokens are dropped when its next turn has no history."""
     cleared = replace(SECOND, history_tokens=0)
     outcome = replay([at(0.0, FIRST, cleared)], MACHINE, LRU)
     assert shares(outcome) == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_more_history_than_was_kept_is_computed():
-    """Of 20 history tokens 16 are held: 4 + 2 are computed while those are loaded."""
+def test_history_beyond_the_kept_tokens_is_computed():
+    """Of 20 history tokens 16 are stored: 4 + 2 are computed while those are loaded."""
     outcome = replay([at(0.0, FIRST, replace(SECOND, history_tokens=20))], MACHINE, LRU)
     assert (outcome.hits_fu, outcome.hits_tok) == (1.0, 0.8)
     assert outcome.ttft_mean_s == (10.5 + 6.5) / 2
@@ -221,7 +221,7 @@ def test_a_waiting_session_is_read_ahead(policy):
     assert (outcome.num_hits, outcome.dram_share, outcome.ssd_bytes_read) == (1, 1.0, 0)
 
 
-def test_a_turn_waits_for_the_rest_of_a_read_that_is_under_way():
+def test_a_turn_waits_for_the_rest_of_an_active_read():
     """Read ahead from 112 s on, its turn starts at 117 s, and waits 3 s of 8."""
     sessions = [
         at(0.0, FIRST, replace(SECOND, think_s=100.0)),
@@ -239,8 +239,8 @@ def test_a_turn_waits_for_the_rest_of_a_read_that_is_under_way():
     assert replay(sessions, slower, options).num_guarded == 1
 
 
-def test_the_queue_decides_what_is_evicted():
-    """Two sessions wait and one is idle: the idle one goes; by use, those that wait go, in turn."""
+def test_the_queue_determines_evictions():
+    """Two sessions wait and one is idle: it goes; with LRU waiting ones go, in turn."""
     sessions = [
         at(0.0, FIRST, replace(SECOND, think_s=30.0)),  # back at 42 s
         at(12.0, FIRST, replace(SECOND, think_s=18.5)),  # back at 42.5 s
@@ -260,7 +260,7 @@ def test_progress_is_reported_to_the_end():
     assert progress == [256, 300]
 
 
-def test_a_policy_that_is_none_is_refused():
+def test_an_unknown_policy_is_refused():
     """The CLI checks names first; here it is a KeyError."""
     with pytest.raises(KeyError):
         replay([at(0.0, FIRST)], MACHINE, replace(LRU, policy="clairvoyant"))
@@ -352,8 +352,8 @@ def test_a_replay_is_deterministic(sessions, hardware, options):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(sessions=sessions_of_any_kind(), num_slots=st.integers(1, 6))
-def test_nothing_beats_belady_at_equal_sizes(sessions, num_slots):
-    """With computing that takes no time the turns come in one order, whatever hits."""
+def test_no_policy_beats_belady_at_equal_sizes(sessions, num_slots):
+    """Computing takes no time, so that turns come in one order, whatever hits."""
     apart = [
         replace(session, start_s=session.start_s + index / 1024)
         for index, session in enumerate(sessions)
@@ -368,8 +368,8 @@ def test_nothing_beats_belady_at_equal_sizes(sessions, num_slots):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(sessions=sessions_of_any_kind(), options=OPTIONS)
-def test_room_for_all_loses_nothing(sessions, options):
-    """With DRAM above the footprint every turn whose history is held hits, under any policy."""
+def test_enough_room_loses_nothing(sessions, options):
+    """With DRAM above the footprint every turn with stored history hits, under any policy."""
     hardware = Hardware(10**9, 0)
     always = replace(options, load_policy="always", ttl_s=None)
     outcome = replay(sessions, hardware, always)

@@ -1,4 +1,4 @@
-"""Replays of several servers: small ones by hand, and what holds for every one of them."""
+"""Replays of several servers: small ones by hand, and properties of all of them."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ def sessions(number: int, *turns: Turn) -> list[Session]:
 
 
 @pytest.mark.parametrize("routing", ["random", "ring", "session"])
-def test_one_of_several_servers_is_as_one(routing):
-    """A fleet of one has the outcome of a server, by any routing."""
+def test_a_fleet_of_one_equals_a_single_server(routing):
+    """With any routing."""
     alone = replay(sessions(5), MACHINE, LRU)
     assert replay(sessions(5), MACHINE, LRU, fleet=FleetOptions(routing=routing)) == alone
 
 
-def test_sessions_are_found_where_they_go_on():
-    """By a ring and by a router of sessions all of them, at random a part, of many servers none."""
+def test_sessions_are_found_at_their_servers():
+    """With a ring and a session router all of them, at random a part, of many servers none."""
     hits = {
         (routing, num_servers): replay(
             sessions(40), MACHINE, LRU, fleet=FleetOptions(num_servers, 4, routing)
@@ -43,14 +43,14 @@ def test_sessions_are_found_where_they_go_on():
         for num_servers in (4, 10_000)
     }
     assert hits["ring", 4] == 1.0
-    assert hits["session", 4] > 0.9  # some went where they had to wait less
+    assert hits["session", 4] > 0.9  # some went where the wait was shorter
     assert 0.1 < hits["random", 4] < 0.6
     assert hits["random", 10_000] < 0.05
     assert hits["ring", 10_000] == 1.0
 
 
-def test_a_turn_goes_elsewhere_where_waiting_costs_more():
-    """With a store that is fast nobody waits behind others while a server is idle."""
+def test_a_turn_is_routed_elsewhere_where_waiting_costs_more():
+    """With a fast store no turn waits behind others while a server is idle."""
     arrivals = [Session(4.0 * index, ALL) for index in range(60)]
     found = {
         routing: replay(
@@ -67,14 +67,14 @@ def test_a_turn_goes_elsewhere_where_waiting_costs_more():
 
 
 def outcome_of(gone: list[Outage], **fleet) -> Outcome:
-    """Six sessions on two servers, of which one goes after their first turns."""
+    """Replay six sessions on two servers, one of which leaves after their first turns."""
     options = FleetOptions(2, 2, **fleet)
     run = Replay(sessions(6), MACHINE, LRU, options, outages=gone)
     return run.run(lambda _: None)
 
 
-def test_what_was_pushed_is_fetched_by_another_server():
-    """Lost with its server: computed anew without a store; with one nothing is."""
+def test_pushed_sessions_are_fetched_by_another_server():
+    """Their server is lost: without a store all is recomputed; with one nothing is."""
     lost = [Outage(60 * NS_PER_S, 1, True)]
     without = outcome_of(lost)
     assert 0 < without.hits_tok < 1
@@ -87,8 +87,8 @@ def test_what_was_pushed_is_fetched_by_another_server():
     assert pushed.store_puts > 0
 
 
-def test_a_server_that_drains_pushes_what_it_holds():
-    """Where nothing is pushed before that; a server that is lost pushes nothing."""
+def test_a_draining_server_pushes_its_sessions():
+    """If nothing was pushed before; a server that is lost pushes nothing."""
     moment = 61 * NS_PER_S
     drained = outcome_of([Outage(moment, 1, False)], **REMOTE, remote_write="drain")
     assert drained.hits_tok == 1.0
@@ -99,8 +99,8 @@ def test_a_server_that_drains_pushes_what_it_holds():
     assert lost.hits_tok < 1
 
 
-def test_what_is_evicted_is_pushed_and_comes_back():
-    """Less than all; with "drain" it is computed anew; where there is room nothing is pushed."""
+def test_evicted_sessions_are_pushed_and_come_back():
+    """Fewer than all; with "drain" they are recomputed; with enough room none is pushed."""
     one_by_one = [
         Session(100.0 * index, (FIRST, replace(SECOND, think_s=1e3))) for index in range(6)
     ]
@@ -118,8 +118,8 @@ def test_what_is_evicted_is_pushed_and_comes_back():
     assert found("evicted", MACHINE.dram_bytes).bytes_pushed == 0
 
 
-def test_turns_of_a_lost_server_begin_anew():
-    """All turns are answered; their times count from when they came."""
+def test_turns_of_a_lost_server_are_restarted():
+    """All turns are answered; their times count from their arrival."""
     during = [Outage(3 * NS_PER_S + NS_PER_S // 2, number, True) for number in (0, 1)]
     outcome = outcome_of(during[:1])
     both = outcome_of(during, away_s=50.0)
@@ -129,8 +129,8 @@ def test_turns_of_a_lost_server_begin_anew():
     assert both.ttft_p99_s > 45.0  # there was no server
 
 
-def test_turns_that_come_while_no_server_is_there_wait_for_one():
-    """Since they came: the first is answered 30 s later than it would be."""
+def test_turns_wait_while_no_server_is_present():
+    """The first one is answered 30 s later than otherwise."""
     (session,), gone = sessions(1, FIRST), [Outage(0, 0, True)]
     fleet = FleetOptions(away_s=30.0)
     found = Replay([session], MACHINE, LRU, fleet, outages=gone).run(lambda _: None)
@@ -140,8 +140,8 @@ def test_turns_that_come_while_no_server_is_there_wait_for_one():
     assert found.num_retried == 0
 
 
-def test_fetching_is_waited_for_only_where_that_pays():
-    """A store that is slower than computing is not waited for."""
+def test_a_fetch_is_waited_for_only_where_it_pays():
+    """Turns do not wait for a store that is slower than computing."""
     lost = [Outage(60 * NS_PER_S, 1, True)]
     slow = replace(LRU, load_policy="auto")
     fleet = FleetOptions(2, 2, remote_bytes_per_s=10.0, quiet_s=0.0)
@@ -179,7 +179,7 @@ FLEETS = st.builds(
 def test_every_fleet_answers_every_turn(
     fleet, num_sessions, dram_bytes, ssd_bytes, tiers, policy, ttl_s, states
 ):
-    """Whatever happens to its servers, with every invariant of theirs."""
+    """Whatever happens to its servers, which keep every invariant."""
     hardware = Hardware(dram_bytes, ssd_bytes, engine=EngineConstants(2, 1.0, 0.5, 1.0))
     options = ReplayOptions(
         policy, 1000, tiers=tiers, load_policy="auto", ttl_s=ttl_s, state_bytes=states

@@ -1,4 +1,4 @@
-"""Replays of a model with states or windows: small ones by hand, and what more bytes do."""
+"""Replays of a model with states or windows: small ones by hand, and the effect of their size."""
 
 from dataclasses import asdict, replace
 
@@ -18,7 +18,7 @@ from tests.sampled import examples
 STATE = 4000  # as much as four tokens
 WITH_STATES = replace(LRU, state_bytes=STATE)
 THIRD = Turn(new_tokens=2, output_tokens=3, history_tokens=22, think_s=8.0)
-ABOUT_THE_ANSWER = replace(THIRD, history_tokens=20)  # of 22, the state before which is at 18
+ABOUT_THE_ANSWER = replace(THIRD, history_tokens=20)  # of 22, preceded by a state at 18
 
 
 def test_a_history_is_loaded_with_its_state():
@@ -29,7 +29,7 @@ def test_a_history_is_loaded_with_its_state():
 
 
 def test_states_are_written_and_one_is_read():
-    """A first turn leaves two, the next two more, of which the first one's end is superseded."""
+    """A first turn leaves two, the next two more, which supersede the first one's end."""
     outcome = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, WITH_STATES)
     assert outcome.ssd_bytes_read == 16_000 + STATE
     assert outcome.ssd_bytes_written == (16_000 + 2 * STATE) + (22_000 + 3 * STATE)
@@ -38,8 +38,8 @@ def test_states_are_written_and_one_is_read():
     assert inclusive.ssd_bytes_written == (16_000 + 2 * STATE) + (6_000 + 2 * STATE)
 
 
-def test_what_a_turn_stores_is_counted_in_bytes():
-    """Its tokens, and two states; their share stands beside that of what the tiers hold."""
+def test_a_turns_stored_bytes_are_counted():
+    """Its tokens, and two states; their share is shown beside that in the tiers."""
     outcome = replay([at(0.0, FIRST, SECOND)], MACHINE, WITH_STATES)
     assert outcome.stored_bytes_per_turn == (16_000 + 6_000 + 4 * STATE) / 2
     assert outcome.parts_of_stored == 4 * STATE / (22_000 + 4 * STATE)
@@ -51,7 +51,7 @@ def test_what_a_turn_stores_is_counted_in_bytes():
     assert (plain.stored_bytes_per_turn, plain.parts_of_stored) == (11_000, 0.0)
 
 
-def test_a_history_that_ends_between_two_states_is_computed_from_the_first_of_them():
+def test_a_history_between_two_states_is_computed_from_the_earlier_one():
     """Of 20 tokens 18 are loaded; without states all 20 would be."""
     sessions = [at(0.0, FIRST, SECOND, ABOUT_THE_ANSWER)]
     assert replay(sessions, MACHINE, LRU).recomputed_per_turn == 0
@@ -60,8 +60,8 @@ def test_a_history_that_ends_between_two_states_is_computed_from_the_first_of_th
     assert (outcome.num_hits, outcome.num_partless) == (2, 0)
 
 
-def test_tokens_without_a_state_are_computed_anew_and_stored_once():
-    """What remains of the session is before its first state: it is held, and of no use."""
+def test_tokens_without_a_state_are_recomputed_and_stored_once():
+    """The rest of the session lies before its first state: it is stored, but useless."""
     sessions = [at(0.0, FIRST, SECOND, replace(THIRD, history_tokens=8))]
     outcome = replay(sessions, SSD_ONLY, replace(WITH_STATES, tiers="inclusive"))
     assert (outcome.num_hits, outcome.num_partless, outcome.num_guarded) == (1, 1, 0)
@@ -94,8 +94,8 @@ def test_a_window_is_charged_with_as_many_states_as_a_session_keeps():
         )
 
 
-def test_a_turn_that_runs_has_one_state_in_hbm():
-    """Two of 16 tokens fit without, and take turns with it."""
+def test_a_running_turn_has_one_state_in_hbm():
+    """Two of 16 tokens fit without it, and alternate with it."""
     two = replace(MACHINE, hbm_bytes=32_000, engine=replace(MACHINE.engine, slots=2))
     sessions = [at(0.0, FIRST), at(0.0, FIRST)]
     assert replay(sessions, two, LRU).span_s == 22.5
@@ -103,14 +103,14 @@ def test_a_turn_that_runs_has_one_state_in_hbm():
 
 
 def test_a_model_may_have_states_alone():
-    """Tokens then take no bytes at all, and a load takes a state."""
+    """Tokens have no bytes then, and a load consists of a state."""
     mamba = replace(WITH_STATES, kv_bytes_per_token=0)
     outcome = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, mamba)
     assert (outcome.hits_tok, outcome.ssd_bytes_read) == (1.0, STATE)
     assert (outcome.parts_of_stored, outcome.parts_of_ssd) == (1.0, 1.0)
 
 
-def test_a_state_that_is_slower_to_load_than_its_history_to_compute_is_not_loaded():
+def test_a_state_slower_to_load_than_its_history_to_compute_is_not_loaded():
     """It takes 20 s from DRAM, and its 16 tokens 16 s."""
     large = replace(WITH_STATES, state_bytes=160_000, load_policy="auto")
     outcome = replay([at(0.0, FIRST, SECOND)], MACHINE, large)
@@ -128,7 +128,7 @@ BEFORE = {  # hits, bytes written and read, mean TTFT in seconds: as before ther
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "belady"])
-def test_a_model_without_states_is_planned_as_ever(policy):
+def test_a_model_without_states_is_planned_as_before(policy):
     """The same figures, to the last digit."""
     sessions = [at(float(start), FIRST, SECOND, THIRD) for start in range(0, 60, 7)]
     machine = replace(MACHINE, dram_bytes=50_000, ssd_bytes=90_000)
@@ -143,7 +143,7 @@ WITH_WINDOWS = replace(LRU, windowed_bytes_per_token=500, attention_window=4)
 
 
 def test_windows_are_written_and_one_is_read():
-    """Of a first turn three, apart from each other; of the next one's two one is new."""
+    """Of a first turn three, separate from each other; of the next one's two one is new."""
     outcome = replay([at(0.0, FIRST, SECOND)], SSD_ONLY, WITH_WINDOWS)
     assert outcome.ssd_bytes_read == 16_000 + 4 * 500
     assert outcome.ssd_bytes_written == (16_000 + 12 * 500) + (22_000 + 12 * 500)
@@ -152,7 +152,7 @@ def test_windows_are_written_and_one_is_read():
 
 
 def test_a_window_as_long_as_the_context_is_kv_of_all_tokens():
-    """The same figures as of a model whose layers all keep theirs; three quarters are parts."""
+    """The figures are those of a model with full attention; three quarters are parts."""
     sessions = [at(float(start), FIRST, SECOND, THIRD) for start in range(0, 60, 7)]
     machine = replace(MACHINE, dram_bytes=50_000, ssd_bytes=90_000)
     whole = asdict(replay(sessions, machine, LRU))
@@ -185,7 +185,7 @@ PARTS = st.one_of(
 @settings(max_examples=examples(150), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS, PARTS)
 def test_every_replay_with_parts_ends_and_keeps_its_invariants(sessions, hardware, options, parts):
-    """As without; and what is held without a state or window is no hit."""
+    """And stored tokens without a state or window are no hit."""
     run = Replay(sessions, hardware, replace(options, **parts))
     num_turns = sum(len(session.turns) for session in sessions)
     run.begin()
@@ -206,10 +206,10 @@ def test_every_replay_with_parts_ends_and_keeps_its_invariants(sessions, hardwar
 
 @settings(max_examples=examples(100), deadline=None)
 @given(sessions_of_any_kind(), HARDWARE, OPTIONS)
-def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
-    """Where each turn goes on at the end of the one before, states of no size would be free.
+def test_states_cost_only_their_size(sessions, hardware, options):
+    """Where each turn continues at the end of the one before, states of no size would be free.
 
-    A byte beside tokens of 2**20 bytes is as near as one can come: rates are those without.
+    A byte beside tokens of 2**20 bytes is as near as possible: rates are those without states.
     """
     whole = [_going_on(session) for session in sessions]
     plain = replace(options, kv_bytes_per_token=1 << 20, charge="packed")
@@ -232,11 +232,11 @@ def test_states_cost_nothing_but_what_they_take(sessions, hardware, options):
     is_ssd=st.booleans(),
 )
 def test_more_bytes_of_a_state_never_give_more_hits(sessions, sizes, num_slots, is_ssd):
-    """Under lru, at equal room, which any one session fits into.
+    """Under lru, with equal room, which any one session fits into.
 
-    With computing and loading that take no time: else a turn that hits ends sooner, others come in
-    another order, and another session is the one that goes. A session that is too large for a tier
-    evicts nobody there, which may be to the good of others.
+    With computing and loading that take no time: otherwise a hit ends sooner, others come in
+    another order, and another session is evicted. A session too large for a tier evicts nothing
+    there, which may help others.
     """
     apart = [
         replace(session, start_s=session.start_s + index / 1024)

@@ -8,7 +8,7 @@ from tests.kvd.plan.small_machine import FIRST, LRU, MACHINE, SECOND, SSD_ONLY, 
 
 
 def test_a_session_that_supersedes_another_comes_after_its_last_answer():
-    """8 s after 12 s, whatever its own begin says; it has no history, and the other goes first."""
+    """8 s after 12 s, whatever its own start; it has no history, and the other goes first."""
     follower = Session(1.0, (replace(FIRST, think_s=8.0),), supersedes=0)
     outcome = replay([at(0.0, FIRST), follower], MACHINE, LRU)
     assert outcome.span_s == 12 + 8 + 12
@@ -21,8 +21,11 @@ def test_a_session_that_supersedes_another_comes_after_its_last_answer():
     assert replay(sessions, machine, replace(LRU, tool_hints=False)).num_hits == 0
 
 
-def test_returns_are_counted_by_where_their_session_is_when_they_come():
-    """In DRAM, not on SSD; those of tools by themselves; what was not held is recomputed."""
+def test_returns_are_counted_by_their_sessions_tier():
+    """In DRAM, not on SSD; those of tools separately.
+
+    Sessions that were not stored are recomputed.
+    """
     calls = replace(FIRST, tools=("shell",))
     sessions = [at(0.0, calls, SECOND), at(100.0, FIRST, SECOND)]
     outcome = replay(sessions, MACHINE, LRU)
@@ -34,8 +37,8 @@ def test_returns_are_counted_by_where_their_session_is_when_they_come():
     assert outcome.recomputed_per_turn == (16 + 16) / 4
 
 
-def test_who_waits_for_a_tool_stays_in_dram_before_who_waits_for_a_person():
-    """Though used earlier, and without anything learned; the hint is what says so."""
+def test_sessions_that_wait_for_tools_stay_longer_than_those_of_people():
+    """They were used earlier, and nothing was learned; only the hint tells."""
     calls, answer = replace(FIRST, tools=("read",)), replace(SECOND, think_s=20.0)
     sessions = [at(0.0, calls, answer), at(12.0, FIRST, replace(answer, think_s=900.0))]
     machine = replace(MACHINE, dram_bytes=20_000, ssd_bytes=100_000)

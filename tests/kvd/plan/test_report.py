@@ -1,4 +1,4 @@
-"""The document that scripts read, and the tables that people read."""
+"""The document for scripts, and the tables for people."""
 
 import io
 import json
@@ -21,8 +21,8 @@ def _text(report, width=200):
     return out.getvalue()
 
 
-def test_the_document_has_everything_flat():
-    """A row a result, in the order of the sweep, as JSON without inf or nan."""
+def test_the_document_has_a_flat_row_per_result():
+    """In the order of the sweep, as JSON without inf or nan."""
     document = json.loads(json.dumps(as_document(swept()), allow_nan=False))
     assert (document["schema"], document["workload"]["recompute_load"]) == (SCHEMA, 1.25)
     assert [row["policy"] for row in document["results"][:3]] == ["lru", "belady", "lru"]
@@ -35,7 +35,7 @@ def test_the_document_has_everything_flat():
     assert document["curves"][0]["cheapest"]["ssd_bytes"] == 240 * GB
 
 
-def test_load_and_queue_stand_beside_every_hit_rate():
+def test_load_and_queue_are_beside_every_hit_rate():
     """In the same row."""
     rows = [line.split() for line in _text(swept()).splitlines()]
     found = [row for row in rows if "lru" in row and "60.0%" in row]
@@ -44,7 +44,7 @@ def test_load_and_queue_stand_beside_every_hit_rate():
     assert row.index("1.25") < row.index("37") < row.index("60.0%")
 
 
-def test_the_tables_say_what_was_replayed_and_how_much_is_enough():
+def test_the_tables_show_the_replay_and_the_sufficient_capacity():
     """Sessions, model, engine, prices; the knee with its hit rate, and the cheapest."""
     text = _text(swept())
     assert "a<b>.jsonl: 9 sessions, 110 turns" in text
@@ -55,7 +55,7 @@ def test_the_tables_say_what_was_replayed_and_how_much_is_enough():
 
 
 def test_tables_of_figures_fit_on_a_terminal():
-    """On 80 columns they are as on 200: no cell is cut or goes on in the next line."""
+    """On 80 columns they equal those on 200: no cell is cut or wrapped."""
     long = plan(
         result("lookahead_queue", 999, 1010, 0.5, 4.0, num_guarded=3, guarded_fu=0.125),
         result("lru", 999, 1010, 1.0, 1234.5, ttft_mean_s=3661.0, queue_p99=1234),
@@ -71,8 +71,8 @@ def test_tables_of_figures_fit_on_a_terminal():
     ]
 
 
-def test_what_is_computed_though_it_is_held_has_a_column():
-    """Only then: else it would say nothing."""
+def test_recomputed_though_stored_has_a_column_if_needed():
+    """Otherwise it would be empty."""
     guarded = _text(plan(result("lru", 8, 100, 0.5, 4.0, num_guarded=3, guarded_fu=0.125)))
     assert "held" in guarded
     assert "12.5%" in guarded
@@ -80,7 +80,7 @@ def test_what_is_computed_though_it_is_held_has_a_column():
 
 
 def test_returns_with_tools_have_a_column():
-    """And the heading says whether hints were given; without tools there is nothing to say."""
+    """The heading says whether hints were given; without tools there is no column."""
     facts = {"resident_fu": 0.75, "resident_tools": 0.875, "recomputed_per_turn": 1234.4}
     report = plan(result("lru", 8, 100, 0.5, 4.0, num_tool_returns=3, **facts))
     of_tools = replace(report, workload=replace(report.workload, num_tool_turns=42))
@@ -95,8 +95,8 @@ def test_returns_with_tools_have_a_column():
     assert "tool hints" not in text
 
 
-def test_states_and_windows_have_a_table_if_the_model_has_any():
-    """Their share of what is stored and held, and whose history had none."""
+def test_states_and_windows_have_a_table_if_the_model_has_them():
+    """Their share of stored bytes and room, and the turns whose history had none."""
     shares = {"parts_of_stored": 0.61, "parts_of_dram": 0.52, "parts_of_ssd": 0.43}
     found = result("lru", 8, 100, 0.5, 4.0, stored_bytes_per_turn=2.5e8, partless_fu=0.34, **shares)
     report = plan(found)
@@ -111,13 +111,16 @@ def test_states_and_windows_have_a_table_if_the_model_has_any():
         assert shown in text
     assert "held, but no window" in text
     text = _text(report)
-    assert "250 MB" in text  # what a turn stores is said of every model
+    assert "250 MB" in text  # a turn's stored bytes are shown for every model
     assert "a state" not in text
     assert "52.0%" not in text
 
 
 def test_several_servers_have_a_table():
-    """What moved, and the store's part; figures of all servers, of which some were replayed."""
+    """Moved bytes, and the store's part.
+
+    Figures are of all servers, some of which were replayed.
+    """
     fleet = FleetOptions(1000, 10, "session", remote_bytes_per_s=3e9, failures_per_day=0.5)
     facts = {
         "moved_fu": 0.123,
@@ -153,7 +156,7 @@ def test_several_servers_have_a_table():
 
 
 def test_headings_and_legend_leave_no_abbreviation_unexplained():
-    """Those of the document are explained in PLAN.md."""
+    """The document's names are explained in PLAN.md."""
     words = _text(swept()).split()
     assert not {"fu", "tok", "tok/s"} & set(words)
     text = " ".join(words)
@@ -166,7 +169,7 @@ def test_headings_and_legend_leave_no_abbreviation_unexplained():
 
 
 def test_one_capacity_has_no_curve():
-    """Then there is nothing to say about how much."""
+    """There is nothing to compare."""
     text = _text(plan(result("lru", 8, 100, 0.5, 4.0)))
     assert "how much" not in text
     assert "8 GB + 100 GB" in text
@@ -181,13 +184,13 @@ def test_a_missing_knee_says_why():
     assert "none in this range" in _text(straight)
 
 
-def test_hbm_is_shown_if_it_was_swept():
-    """Else its column would say nothing."""
+def test_hbm_is_shown_if_it_was_varied():
+    """Otherwise its column would be constant."""
     results = [result("lru", 8, 100, 0.5, 4.0, hbm_gb=size) for size in (10, 20)]
     assert "20 GB + 8 GB + 100 GB" in _text(plan(*results))
 
 
-def test_nothing_to_have_a_share_of_is_no_zero():
+def test_a_share_of_nothing_is_a_dash():
     """Without hits there is no DRAM share; without a load (all begin at once) there is a dash."""
     text = _text(plan(result("lru", 8, 100, 0.0, 4.0, num_hits=0, recompute_load=0.0)))
     (row,) = [line for line in text.splitlines() if " lru " in line and "37" in line]

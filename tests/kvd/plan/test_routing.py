@@ -1,4 +1,4 @@
-"""To which server the turns of a plan go."""
+"""The server of each turn in a plan."""
 
 from collections import Counter
 
@@ -12,8 +12,8 @@ FOUR = FleetOptions(4, 4)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_every_routing_spreads_sessions_over_who_is_there(name):
-    """And asks nobody else."""
+def test_every_routing_uses_the_present_servers(name):
+    """And no others."""
     routing = ROUTINGS[name](FOUR)
     routing.set_servers([0, 2, 3])
     counts = Counter(routing.choose(session, 0) for session in range(600))
@@ -22,8 +22,8 @@ def test_every_routing_spreads_sessions_over_who_is_there(name):
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_session_stays_where_it_is(name):
-    """But at random."""
+def test_a_session_stays_at_its_server(name):
+    """Except with random routing."""
     routing, is_sticky = ROUTINGS[name](FOUR), name != "random"
     routing.set_servers(range(4))
     for session in range(20):
@@ -32,7 +32,7 @@ def test_a_session_stays_where_it_is(name):
 
 
 def test_a_ring_moves_a_session_back_and_a_router_of_sessions_does_not():
-    """When a server is back the ring gives it its sessions again, wherever they went on."""
+    """The ring gives a returning server its sessions again, wherever they continued."""
     found = {}
     for name in ("ring", "session"):
         routing = ROUTINGS[name](FOUR)
@@ -49,8 +49,8 @@ def test_a_ring_moves_a_session_back_and_a_router_of_sessions_does_not():
     assert found["session"][2] == found["session"][1]
 
 
-def test_servers_report_now_and_then():
-    """Not with every turn: a router hears of them as seldom as in life."""
+def test_servers_report_periodically():
+    """Not with every turn: a router is informed as rarely as in production."""
     routing = SessionRouting(FOUR)
     routing.set_servers(range(4))
     asked = []
@@ -65,7 +65,7 @@ def test_servers_report_now_and_then():
 
 
 def test_at_random_a_server_rarely_has_the_session():
-    """Of a thousand servers of which ten are replayed: a hundredth of the turns that return."""
+    """Ten of a thousand servers are replayed: they have it for a hundredth of the returns."""
     routing = RandomRouting(FleetOptions(1000, 10))
     assert 0.97 < sum(routing.forgets() for _ in range(2000)) / 2000 < 1
     assert not any(RandomRouting(FOUR).forgets() for _ in range(100))

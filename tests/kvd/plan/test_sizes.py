@@ -18,8 +18,8 @@ from kvd.plan.sizes import (
 KNOWN = ("lru", "fifo", "belady")
 
 
-def test_every_size_meets_every_other():
-    """HBM slowest, SSD fastest, in the order in which they are given."""
+def test_all_sizes_are_combined():
+    """HBM varies slowest, SSD fastest, in the given order."""
     found = swept_capacities("0", "8GB,4GB", "100GB, 50GB")
     sizes = [(each.dram_bytes // GB, each.ssd_bytes // GB) for each in found]
     assert sizes == [(8, 100), (8, 50), (4, 100), (4, 50)]
@@ -27,7 +27,7 @@ def test_every_size_meets_every_other():
 
 
 def test_shares_are_of_the_footprint():
-    """DRAM has its part of them, SSD the rest."""
+    """DRAM has its part of the share, SSD the rest."""
     found = shared_capacities("0", "50%,0.25", "1/4", 1000)
     assert found == [Capacity(0, 125, 375), Capacity(0, 62, 188)]
 
@@ -44,7 +44,7 @@ def test_shares_have_three_forms(text, share):
     ("text", "rate"), [("5GB/s", 5e9), ("5GB", 5e9), ("250 MB/s", 2.5e8), ("5 x", None), ("7", 7.0)]
 )
 def test_rates_are_decimal(text, rate):
-    """As bandwidths are sold."""
+    """Like bandwidths in data sheets."""
     if rate is None:
         with pytest.raises(BadOptionError):
             rate_of(text, "--ssd-bandwidth")
@@ -91,7 +91,7 @@ def test_policies_are_named_or_all():
         ),
     ],
 )
-def test_what_makes_no_sense_is_named(call, complaint):
+def test_invalid_values_are_reported(call, complaint):
     """One line: the option, the value, what to write instead."""
     with pytest.raises(BadOptionError) as raised:
         call()

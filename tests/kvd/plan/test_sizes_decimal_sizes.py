@@ -1,4 +1,4 @@
-"""Sizes as plans write them."""
+"""The notation of sizes in plans."""
 
 import pytest
 
@@ -19,14 +19,14 @@ from kvd.plan.sizes import format_size, parse_size
         ("0", 0),
     ],
 )
-def test_sizes_are_decimal_unless_they_say_otherwise(text, num_bytes):
-    """As in the paper, and as disks are sold."""
+def test_sizes_are_decimal_unless_stated_otherwise(text, num_bytes):
+    """As in the paper, and in data sheets of disks."""
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "1iB", "nan", "1e999GB", "1 2GB"])
-def test_what_is_no_size_is_refused(text):
-    """The message says how sizes are written."""
+def test_invalid_sizes_are_refused(text):
+    """The message explains the notation."""
     with pytest.raises(ValueError, match="write a number with KB, MB, GB or TB"):
         parse_size(text)
 
@@ -43,6 +43,6 @@ def test_what_is_no_size_is_refused(text):
         (9e17, "900 PB"),
     ],
 )
-def test_sizes_are_written_in_three_digits(num_bytes, text):
-    """What is read back is the same, to that many digits."""
+def test_sizes_are_written_with_three_digits(num_bytes, text):
+    """Reading them back gives the same, to that many digits."""
     assert format_size(num_bytes) == text

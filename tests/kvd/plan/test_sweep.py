@@ -16,8 +16,8 @@ LRU = ReplayOptions("lru", 819200)
 CELLS = [Cell(Hardware(GB, size * GB), LRU) for size in (40, 5, 20)]
 
 
-def test_outcomes_do_not_depend_on_who_computed_them():
-    """In the cells' order, whatever was ready first; all turns are reported."""
+def test_outcomes_do_not_depend_on_the_process():
+    """They have the cells' order, whichever was ready first; all turns are reported."""
     progress = []
     here = run_cells(SESSIONS, CELLS, 1, progress.append)
     assert (progress == sorted(progress), progress[-1]) == (True, 3 * NUM_TURNS)
@@ -28,8 +28,8 @@ def test_outcomes_do_not_depend_on_who_computed_them():
     assert hits[1] < hits[2] < hits[0]
 
 
-def test_a_worker_that_ends_is_no_endless_wait():
-    """A bug in a replay, or the system, ends it: the plan says so, and no process stays."""
+def test_a_worker_that_dies_ends_the_plan():
+    """A bug in a replay, or the system, ends it: the error says so, and no process stays."""
     broken = Cell(Hardware(GB, GB), replace(LRU, policy="none"))
     with pytest.raises(WorkerEndedError, match="ended with code 1") as raised:
         run_cells(SESSIONS, [broken, broken], 2, lambda _: None)
@@ -37,7 +37,7 @@ def test_a_worker_that_ends_is_no_endless_wait():
 
 
 def test_a_cell_replays_its_share_of_the_sessions():
-    """With so much of the warm-up; what is done is told in turns of all of them."""
+    """With its share of the warm-up; progress counts the turns of all of them."""
     sessions = sharegpt_like(200, 1.0, 4096, seed=0)
     num_turns = sum(len(session.turns) for session in sessions)
     told: list[int] = []

@@ -1,4 +1,4 @@
-"""DRAM and SSD as byte counts: who moves where, and what is written."""
+"""DRAM and SSD as byte counts: which sessions move where, and which bytes are written."""
 
 import pytest
 
@@ -13,7 +13,7 @@ A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
 
 
 class Shelf:
-    """Tiers with a policy, and stores that report to it."""
+    """Tiers with a policy, and stores that are reported to it."""
 
     def __init__(self, dram: int, ssd: int, *, policy="lru", exclusive=True, watermark=0.0):
         self.placement = SessionPlacement(POLICIES[policy], lambda: dram + ssd)
@@ -41,7 +41,7 @@ class Shelf:
 
 
 def test_the_coldest_session_is_demoted_and_then_dropped():
-    """DRAM takes two, SSD one: the fourth store pushes the first session out."""
+    """DRAM holds two, SSD one: the fourth store drops the first session."""
     shelf = Shelf(20, 10)
     for key in (A, B, C):
         shelf.store(key, 10)
@@ -51,8 +51,8 @@ def test_the_coldest_session_is_demoted_and_then_dropped():
     assert shelf.tiers.bytes_written == 20
 
 
-def test_a_session_too_large_for_dram_goes_to_ssd_and_evicts_nobody_there():
-    """What does not fit anywhere is not kept, and nothing gives way for it in vain."""
+def test_a_session_too_large_for_dram_goes_to_ssd_and_evicts_nothing():
+    """A session that fits nowhere is not stored, and nothing is evicted for it."""
     shelf = Shelf(20, 30)
     shelf.store(A, 10)
     shelf.store(B, 25)
@@ -61,7 +61,7 @@ def test_a_session_too_large_for_dram_goes_to_ssd_and_evicts_nobody_there():
     assert shelf.where(A, B, C) == [Tier.DRAM, Tier.SSD, None]
 
 
-def test_a_session_that_runs_holds_nothing_with_exclusive_tiers():
+def test_a_running_session_holds_nothing_with_exclusive_tiers():
     """Its room in either tier is free until it is stored again."""
     shelf = Shelf(10, 10)
     shelf.store(A, 10)
@@ -76,8 +76,8 @@ def test_a_session_that_runs_holds_nothing_with_exclusive_tiers():
     assert shelf.tiers.bytes_written == 20
 
 
-def test_inclusive_tiers_keep_what_was_written():
-    """DRAM is left without a write, and a session that grew writes what is new."""
+def test_inclusive_tiers_keep_written_bytes():
+    """A session leaves DRAM without a write, and one that grew writes its new bytes."""
     shelf = Shelf(10, 30, exclusive=False)
     shelf.store(A, 8)
     shelf.store(B, 8)
@@ -103,8 +103,8 @@ def test_a_copy_on_ssd_may_go_while_dram_has_the_session():
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_reading_ahead_displaces_only_what_is_needed_later(exclusive):
-    """The head of the queue displaces its tail, and not the other way round."""
+def test_reading_ahead_evicts_only_what_is_needed_later(exclusive):
+    """The head of the queue evicts its tail, and not vice versa."""
     shelf = Shelf(10, 30, policy="lookahead_queue", exclusive=exclusive)
     shelf.store(A, 10)
     shelf.store(B, 10)
@@ -121,8 +121,8 @@ def test_reading_ahead_displaces_only_what_is_needed_later(exclusive):
     assert shelf.where(A, B) == [Tier.DRAM, Tier.SSD]
 
 
-def test_what_is_read_is_not_evicted():
-    """A session that a turn waits for stays on SSD, though it is the coldest there."""
+def test_a_session_being_read_is_not_evicted():
+    """A turn waits for it: it stays on SSD, though it is the coldest there."""
     shelf = Shelf(10, 20)
     for key in (A, B, C):
         shelf.store(key, 10)
@@ -135,7 +135,7 @@ def test_what_is_read_is_not_evicted():
     assert shelf.tiers.find(A) is None
 
 
-def test_the_room_of_a_read_that_is_given_up_is_free_again():
+def test_the_room_of_a_cancelled_read_is_freed():
     """A turn that starts before its session is read, and computes instead, leaves nothing."""
     shelf = Shelf(10, 20, policy="lookahead_queue")
     shelf.store(A, 10)
@@ -148,8 +148,8 @@ def test_the_room_of_a_read_that_is_given_up_is_free_again():
     assert shelf.where(A, B, C) == [None, Tier.SSD, Tier.DRAM]
 
 
-def test_a_stored_session_that_is_the_coldest_itself_goes_down():
-    """With DRAM and SSD full of sessions that wait, an idle one is not kept."""
+def test_a_stored_session_that_is_the_coldest_is_evicted_itself():
+    """With DRAM and SSD full of waiting sessions, an idle one is not kept."""
     shelf = Shelf(10, 10, policy="lookahead_queue")
     shelf.store(A, 10)
     shelf.store(B, 10)
@@ -161,7 +161,7 @@ def test_a_stored_session_that_is_the_coldest_itself_goes_down():
     assert shelf.where(A, B, C) == [None, Tier.DRAM, Tier.SSD]
 
 
-def test_the_watermark_is_never_used():
+def test_the_watermark_stays_free():
     """A quarter of DRAM stays free."""
     shelf = Shelf(40, 100, watermark=0.25)
     for key in (A, B, C, D):

@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is said of files that are none."""
+"""Traces: how they are read, and the errors of invalid files."""
 
 import gzip
 import json
@@ -33,8 +33,8 @@ def line(**changes: object) -> str:
     return json.dumps({**TURN, **changes}) + "\n"
 
 
-def test_sessions_are_read_in_the_order_in_which_they_begin(tmp_path):
-    """Turns belong to their sessions; of the times of arrival the first one counts."""
+def test_sessions_are_read_in_order_of_their_starts(tmp_path):
+    """Turns belong to their sessions; only the first arrival time counts."""
     path = tmp_path / "trace.jsonl"
     path.write_text(
         line(t=2, hash_ids=[1, 2])
@@ -48,7 +48,7 @@ def test_sessions_are_read_in_the_order_in_which_they_begin(tmp_path):
 
 
 def test_a_turn_may_go_back_to_an_earlier_one(tmp_path):
-    """Its history is what was kept after that, more than after the turn just before it."""
+    """Its history is what was kept after that, more than after the previous turn."""
     path = tmp_path / "trace.jsonl"
     path.write_text(
         line(new_tokens=100)
@@ -59,8 +59,8 @@ def test_a_turn_may_go_back_to_an_earlier_one(tmp_path):
     assert [turn.history_tokens for turn in session.turns] == [0, 0, 105]
 
 
-def test_tools_and_who_supersedes_whom_are_read(tmp_path):
-    """Both may be left out; a session is superseded by its name, whatever order sessions have."""
+def test_tools_and_superseded_sessions_are_read(tmp_path):
+    """Both are optional; a session is superseded by name, in any order of sessions."""
     path = tmp_path / "trace.jsonl"
     path.write_text(
         line(session="b")
@@ -75,7 +75,7 @@ def test_tools_and_who_supersedes_whom_are_read(tmp_path):
 
 
 def test_gzip_and_plain_files_read_the_same(tmp_path):
-    """Whether a file is compressed shows in its first bytes, not in its name."""
+    """The first bytes show whether a file is compressed, not its name."""
     sessions = read_trace(SAMPLE)
     plain = tmp_path / "sample.gz"
     plain.write_bytes(gzip.decompress(SAMPLE.read_bytes()))
@@ -136,8 +136,8 @@ def test_gzip_and_plain_files_read_the_same(tmp_path):
         *((line().replace(f'"{name}"', '"x"'), 1, f"there is no {name}") for name in TURN),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, text, number, what):
-    """The error is one line: file, line number, what is wrong, and what to do."""
+def test_a_bad_line_is_reported(tmp_path, text, number, what):
+    """The error is one line: file, line number, the error, and the remedy."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(BadTraceError) as raised:
@@ -158,8 +158,8 @@ def test_a_bad_line_is_named(tmp_path, text, number, what):
         (gzip.compress(line().encode(), mtime=0)[:-8], ":2: the gzip data is damaged"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, content, what):
-    """Empty, binary and broken files are told apart."""
+def test_a_bad_file_is_reported(tmp_path, content, what):
+    """Empty, binary and broken files have different errors."""
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(BadTraceError) as raised:
@@ -167,8 +167,8 @@ def test_a_bad_file_is_named(tmp_path, content, what):
     assert raised.value.message.startswith(f"{path}{what}")
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
-    """A directory, a pipe that nobody writes to and a missing file end in an error at once."""
+def test_special_files_are_refused_at_once(tmp_path):
+    """A directory, a pipe without a writer and a missing file are not waited for."""
     os.mkfifo(tmp_path / "pipe")
     for name, what in (
         ("", "is a directory"),
@@ -181,7 +181,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 
 def test_truncation_drops_halves_of_the_window():
-    """Half a window goes at a time, until the new tokens fit; never below nothing."""
+    """Until the new tokens fit; never below nothing."""
     assert truncated(90, 10, 100) == 90
     assert truncated(91, 10, 100) == 41
     assert truncated(140, 20, 100) == 40
@@ -189,7 +189,7 @@ def test_truncation_drops_halves_of_the_window():
 
 
 def test_a_share_of_the_sessions_is_always_the_same():
-    """Those that supersede one another are taken together, and say so still."""
+    """Those that supersede one another are taken together, with their links."""
     turn = Turn(1, 1, 0, 0.0)
     sessions = [
         Session(float(n), (turn,), supersedes=n - 1 if n % 4 in (1, 2) else None)

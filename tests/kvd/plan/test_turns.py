@@ -1,4 +1,4 @@
-"""What a server measures of its turns."""
+"""Running means of a server's turns."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from kvd.plan.turns import Pace
 from shared.types.units import NS_PER_S
 
 
-def test_the_first_value_is_the_mean_and_others_move_it():
-    """A sixteenth of the way, each."""
+def test_the_mean_starts_with_the_first_value_and_moves_slowly():
+    """Each value moves it by a sixteenth."""
     pace = Pace()
     pace.on_start(5 * NS_PER_S)
     assert pace.interval_ns == 0.0  # there is none before the second start

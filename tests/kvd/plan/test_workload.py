@@ -1,4 +1,4 @@
-"""What is replayed, and how fast it arrives."""
+"""The sessions of a replay, and their arrival rate."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ TURN = Turn(100, 10, 0, 0.0)
 
 
 def test_both_kinds_of_trace_are_read(tmp_path: Path):
-    """The file says which it is."""
+    """The file's contents determine which it is."""
     raw = tmp_path / "raw.jsonl"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
     raw.write_text(json.dumps(line) + "\n", encoding="utf-8")
@@ -32,15 +32,15 @@ def test_facts_of_a_workload():
     assert (workload.longest_tokens, workload.span_s) == (310, 3.0)
 
 
-def test_an_arrival_rate_moves_the_begins():
-    """So many a second in the mean; the sessions are the same."""
+def test_an_arrival_rate_moves_the_starts():
+    """So many per second in the mean; the sessions are the same."""
     workload = Workload("five", [Session(10.0 + 2 * index, (TURN,)) for index in range(5)])
     faster = workload.with_arrival_rate(2.0)
     assert faster.span_s == pytest.approx(2.0)
     assert [session.turns for session in faster.sessions] == [(TURN,)] * 5
 
 
-def test_what_begins_at_once_has_no_rate():
+def test_simultaneous_starts_cannot_be_stretched_to_a_rate():
     """Its begins cannot be stretched."""
     workload = Workload("one", [Session(1.0, (TURN,)), Session(1.0, (TURN,))])
     with pytest.raises(NoRateError, match="--arrival-rate"):

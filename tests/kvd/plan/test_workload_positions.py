@@ -1,4 +1,4 @@
-"""What a context overflow costs if positions are stored with the keys."""
+"""The cost of a context overflow if positions are stored with the keys."""
 
 from kvd.plan.trace import Session, Turn
 from kvd.plan.workload import Workload, coupled
@@ -9,27 +9,27 @@ SESSION = Session(
 
 
 def test_a_truncation_costs_one_turn_its_history() -> None:
-    """With positions stored, the turn after a truncation computes all of its prompt anew."""
+    """With stored positions the turn after a truncation computes all of its prompt anew."""
     turns = coupled(SESSION, is_for_good=False).turns
     assert turns[2] == Turn(32, 3, 0, 2)
     assert turns[:2] + turns[3:] == SESSION.turns[:2] + SESSION.turns[3:]
 
 
-def test_a_truncation_may_cost_all_turns_that_follow() -> None:
-    """The prompts stay as long as they were."""
+def test_a_truncation_may_cost_all_later_turns_their_history() -> None:
+    """Prompts are as long as before."""
     turns = coupled(SESSION, is_for_good=True).turns
     assert [turn.history_tokens for turn in turns] == [0, 30, 0, 0]
     assert [turn.kept_tokens for turn in turns] == [turn.kept_tokens for turn in SESSION.turns]
 
 
-def test_where_the_window_had_room_nothing_was_truncated() -> None:
-    """A conversation was gone on with from an earlier place: what is stored up to there is good."""
+def test_a_shorter_history_is_no_truncation_if_the_window_had_room() -> None:
+    """The conversation continued from an earlier turn: its stored tokens up to there are valid."""
     assert coupled(SESSION, window_tokens=57) == SESSION  # 50 kept and 7 new ones: they fit
     assert coupled(SESSION, window_tokens=56) == coupled(SESSION)
 
 
-def test_states_are_useless_after_a_truncation_to_the_model_s_window() -> None:
-    """A trace whose prompts outgrow the window is another model's, and nothing was truncated."""
+def test_states_are_useless_after_a_truncation_to_the_models_window() -> None:
+    """A trace with prompts beyond the window is another model's, and was not truncated."""
     workload = Workload("a trace", [SESSION])
     assert workload.with_states(56).sessions == [coupled(SESSION)]
     assert workload.with_states(57).sessions == [SESSION]
@@ -37,8 +37,8 @@ def test_states_are_useless_after_a_truncation_to_the_model_s_window() -> None:
     assert workload.with_states(56).origin == "a trace"
 
 
-def test_a_workload_says_that_positions_are_stored() -> None:
-    """Its turns are as many and its prompts as long; only what can be reused shrinks."""
+def test_a_workload_knows_that_positions_are_stored() -> None:
+    """Its turns and prompts are the same; less of them can be reused."""
     workload = Workload("a trace", [SESSION])
     of = workload.with_coupled_positions()
     assert of.origin == "a trace, coupled positions"

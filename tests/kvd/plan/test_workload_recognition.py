@@ -21,7 +21,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_is_recognised_and_read(name):
-    """Every request is a turn, in sessions that begin one after the other."""
+    """Every request is a turn, in sessions in order of their starts."""
     path, num_turns = SAMPLES[name]
     assert recognised(path) == name
     sessions, how = read_sessions(path, RECOGNISED, Filling(window_tokens=4096))
@@ -49,14 +49,14 @@ def test_a_sample_is_recognised_and_read(name):
     ],
 )
 def test_the_first_line_determines_the_format(tmp_path, line, name):
-    """Whatever is nothing else is taken for a plan's own, which says what is wrong with it."""
+    """A file that matches no format is taken for a plan's own, whose reader reports the error."""
     path = tmp_path / "trace"
     path.write_text(f"\n{line}\n", encoding="utf-8")
     assert recognised(path) == name
 
 
-def test_a_format_that_is_named_is_not_guessed(tmp_path):
-    """Another reader complains about the same file."""
+def test_a_named_format_is_not_guessed(tmp_path):
+    """Another reader reports the error of the same file."""
     path = tmp_path / "trace"
     path.write_text(json.dumps({"conversations": []}) + "\n", encoding="utf-8")
     for name, complaint in (
@@ -70,13 +70,13 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path):
 
 
 def test_a_long_first_line_is_not_read_to_its_end(tmp_path):
-    """A list of conversations may be one line of gigabytes; its beginning says what it is."""
+    """A list of conversations may be one line of gigabytes; its beginning suffices."""
     path = tmp_path / "one_line.json"
     path.write_text("[" + "é" * (1 << 20), encoding="utf-8")
     assert recognised(path) == "sharegpt"
 
 
-def test_a_broken_file_is_named_while_it_is_recognised(tmp_path):
+def test_a_broken_file_is_reported_during_recognition(tmp_path):
     """Its first bytes already are no gzip data."""
     path = tmp_path / "trace.gz"
     path.write_bytes(gzip.compress(b"[1]", mtime=0)[:12])

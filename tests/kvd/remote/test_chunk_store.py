@@ -1,4 +1,4 @@
-"""Chunks are named by the digest of their bytes, and come back as they were put, or not at all."""
+"""Chunks are named by the digest of their bytes; reading returns these bytes or fails."""
 
 import hashlib
 from random import Random
@@ -24,8 +24,8 @@ def _store() -> View:
     return View(FaultyStore(Random(5)), is_calm=True)  # noqa: S311
 
 
-def test_what_is_there_is_not_sent_again() -> None:
-    """Its name says so."""
+def test_a_stored_chunk_is_not_sent_again() -> None:
+    """Its name identifies it."""
     store = _store()
     chunks = ChunkStore(store, "acme")
     chunk, sent = chunks.put(bytearray(DATA), 16, {})
@@ -42,8 +42,8 @@ def test_what_is_there_is_not_sent_again() -> None:
 
 @pytest.mark.parametrize("changed", [b"", DATA[:-1], DATA[:-1] + b"N", DATA + b"n"])
 @pytest.mark.parametrize("is_old", [False, True])
-def test_other_bytes_are_damage(changed: bytes, is_old: bool) -> None:
-    """Of chunks that an earlier release has named, too; they themselves are read."""
+def test_changed_bytes_are_detected(changed: bytes, is_old: bool) -> None:
+    """In chunks that an older release has named, too, which can still be read."""
     store = _store()
     chunks = ChunkStore(store, "acme")
     chunk = OF_VERSION_1 if is_old else chunks.put(DATA, 16, {})[0]

@@ -1,4 +1,4 @@
-"""Manifests: read as they were written or not at all; whose a session is, and how long."""
+"""Manifests: read as written or not at all; owners of sessions, and expiry."""
 
 import pytest
 
@@ -30,7 +30,7 @@ INFO = pb.SessionInfo(
 )
 
 
-def _pushed(
+def _make_manifest(
     before: pb.SessionManifest | None = None, owner: Owner = ONE, *, takes: bool = False
 ) -> pb.SessionManifest:
     manifest = make_manifest(INFO, before, owner, 1000.0, takes=takes)
@@ -38,18 +38,18 @@ def _pushed(
     return manifest
 
 
-def test_it_is_read_as_it_was_written() -> None:
-    """Each is unlike every other, so that a writer knows its own."""
-    manifest = _pushed()
+def test_a_manifest_round_trips() -> None:
+    """Each is different from every other, so that a writer recognises its own."""
+    manifest = _make_manifest()
     data = manifest_bytes(manifest)
     assert read_manifest(data) == manifest
     assert (manifest.pin, manifest.ttl_s, manifest.retain_s) == (pb.PIN_SOFT, 3600.0, 60.0)
     assert manifest_bytes(manifest) != data
 
 
-def test_damage_is_found_wherever_it_is() -> None:
+def test_damage_is_detected_everywhere() -> None:
     """No byte may change, none may be missing."""
-    data = manifest_bytes(_pushed())
+    data = manifest_bytes(_make_manifest())
     for at in range(len(data)):
         changed = bytearray(data)
         changed[at] ^= 0x40
@@ -64,34 +64,34 @@ def test_damage_is_found_wherever_it_is() -> None:
         read_manifest(later)
 
 
-def test_the_epoch_follows_the_owner() -> None:
-    """The same owner keeps it; a change of the owner, and what was dropped, raise it."""
-    first = _pushed()
-    assert (first.epoch, _pushed(first).epoch) == (1, 1)
+def test_the_epoch_changes_with_the_owner() -> None:
+    """The same owner keeps it; another owner, or a dropped session, increments it."""
+    first = _make_manifest()
+    assert (first.epoch, _make_manifest(first).epoch) == (1, 1)
     second = with_owner(first, TWO)
     assert (second.epoch, second.owner_name, second.num_tokens) == (2, "gpu-2", 100)
     with pytest.raises(FencedError, match="belongs to server gpu-2, since epoch 2") as fenced:
-        _pushed(second)
+        _make_manifest(second)
     assert (fenced.value.exit_code, fenced.value.retryable) == (4, False)
-    third = _pushed(second, takes=True)
+    third = _make_manifest(second, takes=True)
     assert (third.epoch, third.owner) == (3, ONE.server_id)
     gone = tombstone(third)
     assert (gone.dropped, gone.chunks, gone.epoch) == (True, [], 3)
-    assert _pushed(gone, TWO).epoch == 4
+    assert _make_manifest(gone, TWO).epoch == 4
 
 
-def test_it_expires_so_long_after_it_was_stored() -> None:
-    """One without end never does; one that was dropped is gone already."""
-    manifest = _pushed()
+def test_a_manifest_expires_after_it_was_stored() -> None:
+    """One without a TTL never does; a dropped one has expired."""
+    manifest = _make_manifest()
     assert (has_expired(manifest, 3589.0), has_expired(manifest, 3590.0)) == (False, True)
     assert not has_expired(tombstone(manifest), 9999.0)
     manifest.expires_after_s = -1.0
     assert not has_expired(manifest, 1e9)
 
 
-def test_what_was_used_or_changed_is_not_unchanged() -> None:
-    """Only the session as it was, on the same terms, and left alone since."""
-    manifest = _pushed()
+def test_a_used_or_changed_session_is_not_unchanged() -> None:
+    """Only the session as it was, with the same settings, and unused since."""
+    manifest = _make_manifest()
     assert is_unchanged(manifest, INFO, 1005.0)
     assert not is_unchanged(manifest, INFO, 1011.0)  # used a second after it was pushed
     assert not is_unchanged(None, INFO, 1005.0)

@@ -1,4 +1,4 @@
-"""Who is pushed first; what is sent, and at which rate."""
+"""The order of pushes; what is sent, and at which rate."""
 
 from random import Random
 
@@ -18,8 +18,8 @@ def _info(name: str, **values: float) -> pb.SessionInfo:
     return pb.SessionInfo(session=pb.SessionKey(session_id=name), **values)
 
 
-def test_what_would_be_lost_first_comes_first() -> None:
-    """Memory before SSD, pinned before others, then value; what is over last."""
+def test_sessions_most_at_risk_are_pushed_first() -> None:
+    """Memory before SSD, pinned before others, then by value; ended ones last."""
     sessions = [
         _info("over", num_tokens=9000, dirty_bytes=1, ended=True),
         _info("cold", num_tokens=100, idle_s=3600.0),
@@ -92,8 +92,8 @@ def test_a_push_that_was_broken_off_goes_on() -> None:
     assert place.push().sent_bytes == 0
 
 
-def test_nobody_looks_behind_what_was_not_there() -> None:
-    """Who had its tokens has put all chunks: of a new session only the first ones are asked for."""
+def test_a_push_stops_looking_at_the_first_missing_chunk() -> None:
+    """Its tokens are stored after all chunks: of a new session only the first are looked up."""
     place = Place()
     place.server.sessions["a"] = tuple(range(40 * STEP))
     looks: list[str] = []
@@ -108,8 +108,8 @@ def test_nobody_looks_behind_what_was_not_there() -> None:
     assert len(place.taken) == 41  # with the object that has its tokens
 
 
-def test_what_a_store_has_lost_is_sent_again() -> None:
-    """Though the session is unchanged, and its manifest names it."""
+def test_chunks_that_a_store_has_lost_are_sent_again() -> None:
+    """Although the session is unchanged, and its manifest names them."""
 
     class Loses(View):
         keeps = False
@@ -122,7 +122,7 @@ def test_what_a_store_has_lost_is_sent_again() -> None:
     lost, _ = place.store.blobs.pop(chunk)
     assert (
         place.push(idle_s=1.0).outcome is Outcome.UNCHANGED
-    )  # of one that keeps all, it is not asked
+    )  # a store that keeps all objects is not asked
     again = place.push(loses, idle_s=1.0)
     assert (again.outcome, again.sent_bytes) == (Outcome.PUSHED, len(lost))
     assert (again.epoch, again.num_bytes) == (whole.epoch, whole.num_bytes)
@@ -176,7 +176,7 @@ def test_a_session_that_changes_meanwhile_is_read_again() -> None:
 
 
 def test_a_session_without_tokens_is_not_pushed() -> None:
-    """There is nothing to pull."""
+    """There would be nothing to pull."""
     place = Place()
     place.server.sessions["a"] = ()
     with pytest.raises(StateError, match="has no tokens"):

@@ -1,4 +1,4 @@
-"""A sweep removes what nobody needs, late enough for those who were about to need it."""
+"""A sweep removes unneeded objects, late enough for pushes that rely on them."""
 
 from collections.abc import Callable
 from random import Random
@@ -32,7 +32,7 @@ TOKENS = tuple(range(3 * STEP))
 
 
 class World:
-    """A store without faults, whose clock moves by hand, and a server."""
+    """A store without faults, whose clock tests set, and a server."""
 
     def __init__(self) -> None:
         self.store = FaultyStore(Random(1))  # noqa: S311
@@ -69,7 +69,7 @@ class World:
         return Sweeper(self.view, Owner("", "sweeper"), lambda: self.store.now_s).sweep()
 
     def during_the_next_push(self, do: Callable[[], object]) -> None:
-        """Have something done once it has begun."""
+        """Run something after the next push has begun."""
 
         def once() -> None:
             self.server.on_export = lambda: None
@@ -81,13 +81,13 @@ class World:
         return [name for name in self.store.blobs if name.startswith(f"v1/{kind}/")]
 
 
-def test_chunks_go_a_day_after_they_were_condemned() -> None:
-    """By the sweep after that; then their list, and what stood for the session, go, too."""
+def test_chunks_are_removed_a_day_after_they_were_condemned() -> None:
+    """By the sweep after that; then their list, and the session's entry, are removed, too."""
     world = World()
     world.push()
     world.push("b", TOKENS[:STEP])
     world.drop()
-    assert world.sweep(HOUR_S).num_condemned == 0  # a push that was broken off goes on
+    assert world.sweep(HOUR_S).num_condemned == 0  # an interrupted push continues
     assert world.sweep(DAY_S).num_condemned == 3  # the first chunk is of the other session
     assert world.sweep(DAY_S - 1).num_removed == 0
     found = world.sweep(1)
@@ -98,8 +98,8 @@ def test_chunks_go_a_day_after_they_were_condemned() -> None:
     assert world.pull("b") == TOKENS[:STEP]
 
 
-def test_what_has_expired_is_pulled_no_more_and_swept() -> None:
-    """By the store's clock, counted from when the manifest was stored."""
+def test_expired_sessions_are_not_pulled_and_are_swept() -> None:
+    """By the store's clock, counted from the time when the manifest was stored."""
     world = World()
     world.push(expires_in_s=2 * HOUR_S)
     assert world.sweep(2 * HOUR_S - 1).num_expired == 0
@@ -115,8 +115,8 @@ def test_what_has_expired_is_pulled_no_more_and_swept() -> None:
 
 
 @pytest.mark.parametrize("pauses_s", [(0.0, 0.0), (0.0, HOUR_S), (0.0, DAY_S / 2 - 1)])
-def test_a_push_keeps_what_it_has_found(pauses_s: tuple[float, ...]) -> None:
-    """Chunks that nobody named, condemned while it goes on, and looked at by sweeps after it."""
+def test_a_push_keeps_the_chunks_that_it_has_found(pauses_s: tuple[float, ...]) -> None:
+    """Unnamed chunks, condemned during the push, and seen by sweeps after it."""
     world = World()
     world.push()
     world.drop()
@@ -130,8 +130,8 @@ def test_a_push_keeps_what_it_has_found(pauses_s: tuple[float, ...]) -> None:
     assert world.pull("b") == TOKENS
 
 
-def test_a_push_relies_on_nothing_condemned() -> None:
-    """A sweep that has looked at all manifests removes it, though one names its like by then."""
+def test_a_push_does_not_rely_on_condemned_chunks() -> None:
+    """A sweep that has read all manifests removes them, though one names their like by then."""
     world = World()
     world.push()
     world.drop()
@@ -148,12 +148,12 @@ def test_a_push_relies_on_nothing_condemned() -> None:
     found = Sweeper(view, Owner("", "sweeper"), lambda: world.store.now_s).sweep()
     assert found.num_removed == 4
     assert world.pull("b") == TOKENS
-    world.push("b", (*TOKENS, 1))  # found by the manifest, under the names that it gives
+    world.push("b", (*TOKENS, 1))  # found by the manifest, under its names
     assert world.pull("b") == (*TOKENS, 1)
 
 
-def test_a_push_that_takes_too_long_is_none() -> None:
-    """What it has found may have been removed: it says so, and what was there stays."""
+def test_a_push_that_takes_too_long_fails() -> None:
+    """Its chunks may have been removed: it fails, and the old manifest stays."""
     world = World()
     world.push()
 
@@ -166,8 +166,8 @@ def test_a_push_that_takes_too_long_is_none() -> None:
     assert world.pull() == TOKENS
 
 
-def test_where_a_manifest_cannot_be_read_nothing_goes() -> None:
-    """Nobody knows what it names."""
+def test_an_unreadable_manifest_stops_the_sweep() -> None:
+    """Its chunks are unknown."""
     world = World()
     world.push()
     world.push("b", (7,))
@@ -180,8 +180,8 @@ def test_where_a_manifest_cannot_be_read_nothing_goes() -> None:
         assert (found.num_damaged, found.num_condemned, found.num_removed) == (1, 0, 0)
 
 
-def test_one_sweeps_at_a_time() -> None:
-    """One that died lets the next one in when its lease is over."""
+def test_only_one_sweep_runs_at_a_time() -> None:
+    """After the lease of one that died has ended the next may run."""
     world = World()
 
     class StoppingView(View):
@@ -201,8 +201,8 @@ def test_one_sweeps_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("kind", [TRANSCRIPTS, CONVERSATIONS])
-def test_what_services_have_deleted_is_forgotten_when_everybody_knows(kind: str) -> None:
-    """Not what has words, however old it is, nor a name that was used again."""
+def test_deletions_are_forgotten_after_all_servers_know_them(kind: str) -> None:
+    """Not the transcript of a session, however old, nor a name that was used again."""
     world = World()
     for place, values in {
         "gone": (b"words of the session", bytes(DELETED_BYTES)),
@@ -227,7 +227,7 @@ class Unnamed:
         self.world = World()
 
     def add(self, session: str, data: bytes = b"words of the session") -> None:
-        """A turn of a session, at its end."""
+        """Add a turn at the end of a session."""
         place = f"{TRANSCRIPTS}/tenant/{session}"
         register = Register(self.world.view, place)
         seen = register.look()
@@ -236,7 +236,7 @@ class Unnamed:
         self.world.view.put(f"{HISTORIES}/tenant/{session}-{seen.number}", entry)
 
     def respond(self, session: str, *, named: bool = False) -> None:
-        """A turn of a session that is known by its response alone."""
+        """Add a turn of a session that is known by its response only."""
         place = f"{TRANSCRIPTS}/tenant/{session}"
         register = Register(self.world.view, place)
         register.replace(register.look(), b"words of the session")
@@ -245,15 +245,15 @@ class Unnamed:
         self.world.view.put(f"{RESPONSES}/tenant/{session}", entry)
 
     def left(self) -> tuple[set[str], set[str]]:
-        """The sessions whose transcripts are there, and the histories that are."""
+        """Return the sessions with transcripts in the store, and the histories there."""
         transcripts, histories = self.world.names("transcripts"), self.world.names("histories")
         return {name.split("/")[3] for name in transcripts}, {
             name.split("/")[3] for name in histories
         }
 
 
-def test_a_conversation_without_a_name_goes_when_nobody_goes_on_with_it() -> None:
-    """Its last turn counts; what is deleted is forgotten as always."""
+def test_an_unnamed_conversation_is_removed_when_it_is_not_continued() -> None:
+    """Its last turn counts; deletions are forgotten as usual."""
     talks = Unnamed()
     for session in ("left", "used", "gone"):
         talks.add(session)
@@ -266,8 +266,8 @@ def test_a_conversation_without_a_name_goes_when_nobody_goes_on_with_it() -> Non
     assert talks.left() == ({"used"}, {"used-1"})
 
 
-def test_a_conversation_of_responses_goes_likewise() -> None:
-    """But one whose session has a name: then its responses go alone. So do marks, and damage."""
+def test_a_conversation_of_responses_is_removed_likewise() -> None:
+    """If its session has a name only the responses go. So do marks, and damaged objects."""
     talks = Unnamed()
     talks.respond("left")
     talks.respond("named", named=True)
@@ -282,8 +282,8 @@ def test_a_conversation_of_responses_goes_likewise() -> None:
     assert talks.world.names("responses") == [f"{RESPONSES}/tenant/used"]
 
 
-def test_what_leads_to_no_transcript_goes_alone() -> None:
-    """Whatever somebody has put there: nothing else is removed for it."""
+def test_objects_without_a_transcript_are_removed_alone() -> None:
+    """Whoever created them: nothing else is removed with them."""
     world = World()
     world.push()
     (manifest,) = world.names("sessions")

@@ -1,4 +1,4 @@
-"""What a client of some tenants may ask of kvd, and what engines of a user may name."""
+"""The calls that a client of some tenants may make, and the tenants that engines may name."""
 
 import os
 
@@ -15,7 +15,7 @@ from shared.pb.kvd.v1 import kvd_pb2
 
 ACME = Identity("acme-ops", "token", ("acme", "acme-test"), frozenset({"operator"}))
 ALL = Identity("ops", "token", ("*",), frozenset({"operator"}))
-# Those that name a session, or keep to the caller's tenants by themselves.
+# Methods that name a session, or restrict themselves to the caller's tenants.
 SESSIONS = {
     "Reader": {"DescribeSession"},
     "Operator": {"Pin", "Unpin", "SetTtl", "ExportSession", "AnswerWanted"},
@@ -24,7 +24,7 @@ OWN_CHECK = {"Reader": {"ListSessions", "WatchEvents"}, "Operator": {"Flush", "I
 
 
 def methods():
-    """Every method of Reader and Operator, with an empty request."""
+    """Return every method of Reader and Operator, with an empty request."""
     for service in ("Reader", "Operator"):
         for method in kvd_pb2.DESCRIPTOR.services_by_name[service].methods:
             request = getattr(kvd_pb2, method.input_type.name)()
@@ -32,8 +32,8 @@ def methods():
 
 
 @pytest.mark.parametrize(("service", "method", "request_"), list(methods()))
-def test_every_method_is_held_to_its_callers_tenants(service, method, request_):
-    """Or refused, with all that will be added and is not looked at here."""
+def test_every_method_is_limited_to_its_callers_tenants(service, method, request_):
+    """Or refused, as are all future methods that are not listed here."""
     path = f"/kvd.v1.{service}/{method.name}"
     before = request_.SerializeToString()
     restrict_to_tenants(path, ALL, request_)
@@ -54,8 +54,8 @@ def test_every_method_is_held_to_its_callers_tenants(service, method, request_):
             restrict_to_tenants(path, ACME, request_)
 
 
-def test_what_a_flush_may_drop():
-    """A filter is of one of the caller's tenants, a session too; "all" and nothing are refused."""
+def test_which_sessions_a_flush_may_drop():
+    """A filter or a session must be of the caller's tenants; "all" and nothing are refused."""
     flush = "/kvd.v1.Operator/Flush"
     idle = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(idle_s=1))
     restrict_to_tenants(flush, ACME, idle)
@@ -81,13 +81,13 @@ def test_what_a_flush_may_drop():
             restrict_to_tenants(flush, ACME, request)
 
 
-def test_engines_and_the_rest_are_not_looked_at():
-    """Other services have checks of their own: what they are asked stays as it is."""
+def test_engines_and_other_services_are_not_checked_here():
+    """They have their own checks: their requests are not changed."""
     request = kvd_pb2.PrepareLoadRequest(session=kvd_pb2.SessionKey(tenant="other"))
     before = request.SerializeToString()
     restrict_to_tenants("/kvd.v1.Engine/PrepareLoad", ACME, request)
     assert request.SerializeToString() == before
-    with pytest.raises(TenantDeniedError):  # the same request, where it is looked at
+    with pytest.raises(TenantDeniedError):  # the same request, for a checked service
         restrict_to_tenants("/kvd.v1.Reader/DescribeSession", ACME, request)
     untouchable = object()
     restrict_to_tenants("/grpc.health.v1.Health/Watch", ACME, untouchable)
@@ -95,8 +95,8 @@ def test_engines_and_the_rest_are_not_looked_at():
         restrict_to_tenants("/kvd.v1.Reader/Watch", ACME, untouchable)
 
 
-def test_whose_engines_may_attach():
-    """kvd's own user, root, those named, and those of whom tenants are said."""
+def test_which_engines_may_attach():
+    """Those of kvd's own user, of root, of named users, and of users with tenants."""
     users = EngineUsers((70001,), {70002: ("acme",), os.geteuid(): ("own",)})
     assert {0, 70001, 70002, os.geteuid()} == {
         uid for uid in (0, 1, 70001, 70002, 70003, os.geteuid()) if uid in users
@@ -108,8 +108,8 @@ def test_whose_engines_may_attach():
             users.check(uid, tenant)
 
 
-def test_a_reload_reaches_engines_that_are_attached():
-    """One that may not attach any more gets that answer to its next call."""
+def test_a_reload_applies_to_attached_engines():
+    """One that may not attach any more is refused at its next call."""
     users = EngineUsers((70001,))
     users.replace((), {70002: ("acme",)})
     with pytest.raises(AttachDeniedError, match=r"access\.allowed_uids"):
@@ -119,8 +119,8 @@ def test_a_reload_reaches_engines_that_are_attached():
         users.check(70002, "other")
 
 
-def test_users_by_name():
-    """Names and numbers are the same; an unknown name is said to be one."""
+def test_users_are_given_by_name_or_number():
+    """An unknown name is an error."""
     assert uid_of("root") == uid_of("0") == 0
     with pytest.raises(ValueError, match="user 'nobody-here' does not exist"):
         uid_of("nobody-here")

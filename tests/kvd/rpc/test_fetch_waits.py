@@ -1,4 +1,4 @@
-"""A load that waits for a session which is being fetched: how long, and how that ends."""
+"""A load that waits for a session to be fetched: for how long, and how it ends."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ import pytest
 from kvd.core.records.errors import SessionChangedError, UnknownSessionError
 from kvd.session_files.file_format import SessionFileError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from tests.kvd.rpc.served import OF_ACME, TOKENS, as_caller, named
+from tests.kvd.rpc.service_bench import OF_ACME, TOKENS, as_caller, session_name
 from tests.kvd.rpc.test_operator_service import operating
 from tests.kvd.session_files.test_growing_imports import file_of
 from tests.synthetic_engine import encode, key_of
@@ -20,7 +20,7 @@ LONG = 50.0  # seconds: no test waits for so long
 
 @asynccontextmanager
 async def fetching(directory):
-    """An engine's service, an operator's beside it, and somebody who fetches: it has answered."""
+    """Serve an engine, an operator, and a follower that has answered once."""
     async with operating(directory) as (served, operator):
         builder = served.caches._builder
         limits = replace(builder.limits(20, 20), wants_sessions=True)
@@ -30,35 +30,35 @@ async def fetching(directory):
 
 
 async def answer(operator, session_id="a", *, coming, **fields):
-    request = pb.AnswerWantedRequest(session=named(session_id, **fields), coming=coming)
+    request = pb.AnswerWantedRequest(session=session_name(session_id, **fields), coming=coming)
     await operator.AnswerWanted(request, None)
 
 
 def waits(served):
-    """How waits have ended so far."""
+    """Return how waits have ended so far."""
     counters = served.cache.stats().counters
     return {name: n for name in RESULTS if (n := counters[f"fetch_waits_{name}"])}
 
 
-async def completed(served, found):
-    """End a load."""
+async def complete_load(served, found):
+    """Complete a load."""
     engine_id = served.engine.engine_id
     ended = pb.CompleteLoadRequest(engine_id=engine_id, lease_id=found.lease_id)
     await served.service.CompleteLoad(ended, None)
 
 
-async def begun(served, **fields):
-    """A load that waits; it has asked for its session."""
+async def begin_load(served, **fields):
+    """Begin a load that waits; it has requested its session."""
     task = asyncio.create_task(served.load(**{"fetch_wait_s": LONG, **fields}))
     while not served.cache._waiters:  # noqa: ASYNC110  # nothing says that a task waits
         await asyncio.sleep(0)
     return task
 
 
-async def test_what_comes_in_time_is_loaded(tmp_path):
-    """As if it had been there; for how long it was waited for is said."""
+async def test_a_session_that_arrives_in_time_is_loaded(tmp_path):
+    """As if it had been stored; the time of the wait is recorded."""
     async with fetching(tmp_path) as (served, operator):
-        load = await begun(served)
+        load = await begin_load(served)
         await answer(operator, coming=True)
         await served.store()
         found = await load
@@ -70,15 +70,15 @@ async def test_what_comes_in_time_is_loaded(tmp_path):
 
 
 async def test_the_rest_of_a_session_is_waited_for(tmp_path):
-    """Of a history that is stored in part; what is new with the turn is nowhere."""
+    """Its history is stored in part; the turn's new tokens are nowhere."""
     longer = encode(range(32))
     async with fetching(tmp_path) as (served, operator):
         await served.store()
         for history in (0, 16, 31):
             found = await served.load(token_ids=longer, fetch_wait_s=LONG, history_tokens=history)
             assert (found.end_token, found.fetch_waited_s) == (16, 0)
-            await completed(served, found)
-        load = await begun(served, token_ids=longer, history_tokens=40)
+            await complete_load(served, found)
+        load = await begin_load(served, token_ids=longer, history_tokens=40)
         await answer(operator, coming=True)
         await served.store(token_ids=longer)
         found = await load
@@ -87,8 +87,8 @@ async def test_the_rest_of_a_session_is_waited_for(tmp_path):
         assert waits(served) == {"fetched": 1}
 
 
-async def test_the_rest_of_a_session_is_waited_for_as_long_as_it_is_worth(tmp_path):
-    """What is here is loaded then."""
+async def test_the_wait_is_bounded_by_the_value_of_the_rest(tmp_path):
+    """Then the stored part is loaded."""
     async with fetching(tmp_path) as (served, _):
         await served.store()
         found = await served.load(token_ids=encode(range(32)), fetch_wait_s=0.04, history_tokens=32)
@@ -97,10 +97,10 @@ async def test_the_rest_of_a_session_is_waited_for_as_long_as_it_is_worth(tmp_pa
 
 
 @pytest.mark.parametrize("was_coming", [True, False])
-async def test_what_does_not_come_is_a_plain_miss(tmp_path, was_coming):
-    """At once when that is known; nobody waits for it again then."""
+async def test_a_missing_session_is_a_plain_miss(tmp_path, was_coming):
+    """At once when that is known; no load waits for it again then."""
     async with fetching(tmp_path) as (served, operator):
-        load = await begun(served)
+        load = await begin_load(served)
         if was_coming:
             await answer(operator, coming=True)
         await answer(operator, coming=False)
@@ -110,8 +110,8 @@ async def test_what_does_not_come_is_a_plain_miss(tmp_path, was_coming):
         assert waits(served) == {"absent": 1}
 
 
-async def test_what_comes_too_late_is_a_plain_miss(tmp_path):
-    """What others have stored of the same tokens is given all the same."""
+async def test_a_session_that_arrives_too_late_is_a_plain_miss(tmp_path):
+    """Equal tokens that others have stored are granted all the same."""
     async with fetching(tmp_path) as (served, _):
         await served.store("other")
         found = await served.load(fetch_wait_s=0.01)
@@ -124,8 +124,8 @@ async def test_what_comes_too_late_is_a_plain_miss(tmp_path):
 
 
 @pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan")])
-async def test_who_does_not_wish_to_wait_does_not(tmp_path, wait_s):
-    """Nor is anything asked for."""
+async def test_an_engine_may_refuse_to_wait(tmp_path, wait_s):
+    """Then nothing is requested."""
     async with fetching(tmp_path) as (served, _):
         found = await served.load(fetch_wait_s=wait_s)
         assert (found.miss_reason, found.fetch_waited_s) == ("unknown_session", 0)
@@ -134,16 +134,16 @@ async def test_who_does_not_wish_to_wait_does_not(tmp_path, wait_s):
 
 
 @pytest.mark.parametrize(("bound", "ended"), [("10ms", {"late": 1}), ("0s", {})])
-async def test_the_operator_bounds_waits(tmp_path, monkeypatch, bound, ended):
-    """However long an engine would wait; 0: nobody waits."""
+async def test_the_operator_limits_waits(tmp_path, monkeypatch, bound, ended):
+    """However long an engine would wait; with 0 none waits."""
     monkeypatch.setenv("KVD_REMOTE__WAIT", bound)
     async with fetching(tmp_path) as (served, _):
         await served.load(fetch_wait_s=float("inf"))
         assert waits(served) == ended
 
 
-async def test_without_somebody_who_answers_nobody_waits(tmp_path):
-    """The session is asked for all the same."""
+async def test_without_a_follower_no_load_waits(tmp_path):
+    """The session is requested all the same."""
     async with operating(tmp_path) as (served, _):
         assert (await served.load(fetch_wait_s=LONG)).fetch_waited_s == 0
         limits = replace(served.caches._builder.limits(20, 20), wants_sessions=True)
@@ -153,17 +153,17 @@ async def test_without_somebody_who_answers_nobody_waits(tmp_path):
         assert (counters["sessions_wanted"], waits(served)) == (1, {})
 
 
-async def test_a_wait_that_is_cancelled_is_over(tmp_path):
-    """Its turn is, too: nobody waits any more."""
+async def test_a_cancelled_wait_ends(tmp_path):
+    """Its turn has ended, too."""
     async with fetching(tmp_path) as (served, _):
-        load = await begun(served)
+        load = await begin_load(served)
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
         assert waits(served) == {"late": 1}
 
 
-async def test_who_answers_names_only_its_own_sessions(tmp_path):
+async def test_a_follower_may_answer_for_its_own_tenants_only(tmp_path):
     """As with all that is about a session."""
     async with fetching(tmp_path) as (_, operator):
         as_caller(OF_ACME)
@@ -177,7 +177,7 @@ HISTORY = encode(range(6 * BLOCK))
 
 
 class Coming:
-    """An import of session "a", which a load waits for: block by block, as a test lets it."""
+    """An import of session "a", for which a load waits: tests deliver it block by block."""
 
     def __init__(self, operator, pieces):
         header, first, *rest = pieces
@@ -189,7 +189,7 @@ class Coming:
         yield pb.ImportSessionRequest(target=pb.ImportTarget(grow_bytes=1))
         while await self._allowed.get():
             yield pb.ImportSessionRequest(data=next(self._pieces))
-            self._taken.release()  # more is asked for: that was dealt with
+            self._taken.release()  # more was requested: it has been processed
 
     async def comes(self, num_pieces):
         for _ in range(num_pieces):
@@ -202,10 +202,10 @@ class Coming:
 
 @asynccontextmanager
 async def coming(directory):
-    """A load of six blocks waits, and two of them have come."""
+    """Let a load of six blocks wait, of which two have arrived."""
     pieces = await file_of(directory / "elsewhere")
     async with fetching(directory) as (served, operator):
-        load = await begun(served, token_ids=HISTORY, history_tokens=6 * BLOCK)
+        load = await begin_load(served, token_ids=HISTORY, history_tokens=6 * BLOCK)
         await answer(operator, coming=True)
         fetched = Coming(operator, pieces)
         await fetched.comes(2)
@@ -213,21 +213,21 @@ async def coming(directory):
         yield served, fetched, load
 
 
-async def test_what_comes_bit_by_bit_is_waited_for(tmp_path):
-    """Until all of the history is there; the end of the session does not matter."""
+async def test_a_growing_session_is_waited_for(tmp_path):
+    """Until all of the history has arrived; the end of the session does not matter."""
     async with coming(tmp_path) as (served, fetched, load):
         await fetched.comes(4)
         found = await load
         assert (found.lookup, found.end_token) == (pb.LOOKUP_HIT, 6 * BLOCK)
         assert waits(served) == {"fetched": 1}
-        await completed(served, found)
+        await complete_load(served, found)
         await fetched.comes(1)
         fetched.breaks_off()
         assert (await fetched.ended).num_tokens == 6 * BLOCK
 
 
-async def test_what_has_come_when_time_is_up_is_loaded(tmp_path, monkeypatch):
-    """Though the session still grows, beside the load; only what has not come is computed."""
+async def test_the_arrived_part_is_loaded_when_time_is_up(tmp_path, monkeypatch):
+    """The session still grows beside the load; only missing tokens are computed."""
     async with coming(tmp_path) as (served, fetched, load):
 
         def left_s(_):
@@ -249,8 +249,8 @@ async def test_what_has_come_when_time_is_up_is_loaded(tmp_path, monkeypatch):
         assert (await fetched.ended).num_tokens == 6 * BLOCK
 
 
-async def test_what_breaks_off_is_loaded_as_far_as_it_has_come(tmp_path):
-    """At once: nobody waits for what does not come."""
+async def test_an_interrupted_import_is_loaded_as_far_as_it_arrived(tmp_path):
+    """At once: no load waits for missing blocks."""
     async with coming(tmp_path) as (served, fetched, load):
         fetched.breaks_off()
         found = await load
@@ -260,8 +260,8 @@ async def test_what_breaks_off_is_loaded_as_far_as_it_has_come(tmp_path):
             await fetched.ended
 
 
-async def test_a_turn_that_stores_what_it_has_computed_ends_the_fetch(tmp_path):
-    """The session goes on here: what the turn has stored is what it is."""
+async def test_a_turn_that_stores_ends_the_fetch(tmp_path):
+    """The session continues here: it has the tokens that the turn has stored."""
     async with coming(tmp_path) as (served, fetched, load):
         await served.store(token_ids=HISTORY[: 4 * BLOCK * 4])
         found = await load

@@ -41,7 +41,7 @@ VOLUME = VolumeInfo(is_direct=False, buffered_reason="no O_DIRECT", physical_byt
 
 
 def test_a_lease_names_its_process():
-    """A lease has its age, its bytes, and what is known of its holder."""
+    """A lease has its age, its bytes, and the known facts of its holder."""
     message = lease_message(LEASE, LAYOUT, ENGINE, now_ns=8 * NS_PER_S)
     assert (message.lease_id, message.kind, message.age_s) == (7, kvd_pb2.LEASE_KIND_STORE, 3.0)
     assert (message.num_slots, message.bytes) == (3, 3 * LAYOUT.block_bytes)
@@ -51,7 +51,7 @@ def test_a_lease_names_its_process():
 
 
 def test_a_lease_of_an_earlier_kvd_has_no_session():
-    """An orphan found in the journal is quarantined; what is not known stays empty."""
+    """An orphan found in the journal is quarantined; unknown fields stay empty."""
     orphan = replace(LEASE, key=None, is_orphan=True)
     message = lease_message(orphan, LAYOUT, None, now_ns=0)
     assert message.quarantined
@@ -59,7 +59,7 @@ def test_a_lease_of_an_earlier_kvd_has_no_session():
     assert (message.age_s, message.pid, message.engine_name) == (0.0, 0, "")
 
 
-def test_stats_join_the_core_with_its_tiers():
+def test_stats_combine_the_core_and_its_tiers():
     """Both tiers have their allocated bytes, and tenants a quota or none."""
     arena = ArenaInfo(
         "ab", keep="file", pages="thp", epoch=3, num_adopted=2, is_prefaulted=True,
@@ -85,14 +85,14 @@ def test_stats_join_the_core_with_its_tiers():
 
 
 def test_stats_without_an_arena():
-    """A layout without engines has no arena, and no memory allocated."""
+    """A layout without engines has no arena, and no allocated memory."""
     message = layout_stats_message(STATS, LAYOUT, None, VOLUME, Admission.ON_EVICT, (), QUEUE)
     assert not message.HasField("arena")
     assert message.tiers[0].physical_bytes == 0
 
 
 def test_a_verification_is_reported_by_tier():
-    """Every count of a report has its place."""
+    """Every count of a report has its field."""
     report = ScrubReport(*range(1, 10))
     message = verify_message(report, "ff", 12, done=True)
     assert (message.dram.num_blocks, message.dram.bytes, message.dram.num_corrupt) == (1, 2, 3)

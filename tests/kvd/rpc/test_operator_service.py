@@ -1,4 +1,4 @@
-"""What operators may do to sessions: of their tenants, and to no session by mistake."""
+"""Operators may change sessions of their tenants, and none by mistake."""
 
 from contextlib import asynccontextmanager
 
@@ -13,14 +13,21 @@ from kvd.session_files.byte_streams import ByteStreams
 from kvd.session_files.transfers import Transfers
 from kvd.wire.events import EventHub
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from tests.kvd.rpc.served import OF_ACME, OPERATOR, as_caller, named, serving, settings
+from tests.kvd.rpc.service_bench import (
+    OF_ACME,
+    OPERATOR,
+    as_caller,
+    serving,
+    session_name,
+    settings,
+)
 from tests.kvd_polling import eventually
 from tests.synthetic_engine import encode, key_of
 
 
 @asynccontextmanager
 async def operating(directory):
-    """An operator's service beside an engine's."""
+    """Serve an operator beside an engine."""
     async with serving(directory) as served:
         caches = served.caches
         operator = OperatorService(
@@ -36,7 +43,7 @@ async def operating(directory):
 
 
 async def store_three(served):
-    """One session of each tenant, and one more of the first."""
+    """Store one session of each tenant, and one more of the first."""
     for number, (name, tenant) in enumerate((("a", "acme"), ("b", "acme"), ("c", "globex"))):
         start = 100 * number
         await served.store(name, encode(range(start, start + 16)), tenant=tenant)
@@ -47,10 +54,10 @@ def info_of(served, session_id="a", tenant="default"):
 
 
 async def test_one_session_is_flushed(tmp_path):
-    """By its name; the others stay, and it is unknown then."""
+    """By name; the others stay, and it is unknown afterwards."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
-        request = pb.FlushRequest(session=named("a", "acme"))
+        request = pb.FlushRequest(session=session_name("a", "acme"))
         done = await operator.Flush(request, None)
         assert (done.sessions, done.bytes > 0) == (1, True)
         assert served.keys() == {"b", "c"}
@@ -58,8 +65,8 @@ async def test_one_session_is_flushed(tmp_path):
             await operator.Flush(request, None)
 
 
-async def test_sessions_that_a_filter_is_for_are_flushed(tmp_path):
-    """A dry run says how many, and drops none."""
+async def test_sessions_that_match_a_filter_are_flushed(tmp_path):
+    """A dry run counts them, and drops none."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
         request = pb.FlushRequest(filter=pb.SessionFilter(tenant="acme"), dry_run=True)
@@ -71,8 +78,8 @@ async def test_sessions_that_a_filter_is_for_are_flushed(tmp_path):
         assert served.keys() == {"c"}
 
 
-async def test_a_session_that_is_in_use_is_left_and_named(tmp_path):
-    """An engine reads it just now."""
+async def test_a_session_in_use_is_skipped_and_named(tmp_path):
+    """An engine is reading it."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
         await served.load("a", encode(range(16)), tenant="acme")
@@ -81,12 +88,12 @@ async def test_a_session_that_is_in_use_is_left_and_named(tmp_path):
         assert (done.sessions, served.keys()) == (2, {"a"})
 
 
-async def test_an_operator_of_one_tenant_touches_no_other(tmp_path):
-    """Neither by name, nor by a filter for everything; that there are others is not revealed."""
+async def test_an_operator_of_one_tenant_reaches_no_other(tmp_path):
+    """Neither by name, nor by a filter for everything; the existence of others stays hidden."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
         as_caller(OF_ACME)
-        theirs = named("c", "globex")
+        theirs = session_name("c", "globex")
         with pytest.raises(UnknownSessionError):
             await operator.Flush(pb.FlushRequest(session=theirs), None)
         with pytest.raises(UnknownSessionError):
@@ -97,21 +104,21 @@ async def test_an_operator_of_one_tenant_touches_no_other(tmp_path):
         assert served.keys() == {"c"}
 
 
-async def test_pins_and_deadlines_are_set_and_taken_away(tmp_path):
+async def test_pins_and_deadlines_are_set_and_removed(tmp_path):
     """0 is the default of the settings, less than 0 is never."""
     async with operating(tmp_path) as (served, operator):
         await served.store()
-        await operator.Pin(pb.PinRequest(session=named(), soft=True), None)
+        await operator.Pin(pb.PinRequest(session=session_name(), soft=True), None)
         assert info_of(served).pin.name == "SOFT"
-        await operator.Pin(pb.PinRequest(session=named()), None)
+        await operator.Pin(pb.PinRequest(session=session_name()), None)
         assert info_of(served).pin.name == "HARD"
-        await operator.Unpin(pb.PinRequest(session=named()), None)
+        await operator.Unpin(pb.PinRequest(session=session_name()), None)
         assert info_of(served).pin.name == "NONE"
-        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=60), None)
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=session_name(), ttl_s=60), None)
         assert 0 < answer.expires_in_s <= 60
-        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=-1), None)
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=session_name(), ttl_s=-1), None)
         assert answer.expires_in_s == -1
-        answer = await operator.SetTtl(pb.SetTtlRequest(session=named(), ttl_s=0), None)
+        answer = await operator.SetTtl(pb.SetTtlRequest(session=session_name(), ttl_s=0), None)
         assert answer.expires_in_s > 60
 
 
@@ -127,8 +134,8 @@ async def test_what_contradicts_itself_is_refused(tmp_path):
             _ = [one async for one in operator.Verify(pb.VerifyRequest(model="ff"), None)]
 
 
-async def test_nothing_is_erased_where_nothing_is_encrypted(tmp_path):
-    """The sessions stay: a flush that only seems to be one would be worse."""
+async def test_without_encryption_nothing_is_erased(tmp_path):
+    """The sessions stay: a flush that only seems secure would be worse."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
         secure = pb.FlushRequest(secure=True, filter=pb.SessionFilter(tenant="acme"))
@@ -138,7 +145,7 @@ async def test_nothing_is_erased_where_nothing_is_encrypted(tmp_path):
 
 
 async def test_every_copy_is_verified(tmp_path):
-    """The last message sums up; a block in DRAM can be verified once it has its checksum."""
+    """The last message has the totals; a block in DRAM can be verified once it has its checksum."""
     async with operating(tmp_path) as (served, operator):
         await store_three(served)
         await served.caches.wait_until_committed()
@@ -152,8 +159,8 @@ async def test_every_copy_is_verified(tmp_path):
         await eventually(verified, wanted=3)
 
 
-async def test_a_reload_says_what_has_changed(tmp_path):
-    """Nothing, if the settings are what they were."""
+async def test_a_reload_reports_the_changes(tmp_path):
+    """None, if the settings are the same."""
     async with operating(tmp_path) as (_, operator):
         answer = await operator.ReloadSettings(pb.ReloadSettingsRequest(), None)
         assert (list(answer.applied), list(answer.needs_restart)) == ([], [])

@@ -1,4 +1,4 @@
-"""When kvd takes what it receives of a queue, and when it asks for all of it."""
+"""Which updates of a queue kvd accepts, and when it asks for the whole queue."""
 
 import pytest
 
@@ -22,8 +22,8 @@ class Replica(QueueReplica):
         return self.apply_update(QueueUpdate(sequence, base, QueueChange(), digest))
 
 
-def test_changes_follow_from_what_was_taken():
-    """Each names the one before, whatever its number."""
+def test_changes_follow_the_last_accepted_update():
+    """Each names the previous one, whatever its number."""
     replica = Replica()
     assert replica.report(1)
     assert replica.report(5, 1)
@@ -31,8 +31,8 @@ def test_changes_follow_from_what_was_taken():
     assert replica.applied == [1, 5, 6]
 
 
-def test_a_stream_begins_with_all_of_the_queue():
-    """A change of nothing is not applied."""
+def test_a_stream_begins_with_the_whole_queue():
+    """A change without it is not applied."""
     replica = Replica()
     assert not replica.report(1, 9)
     assert not replica.report(2, 1)
@@ -40,8 +40,8 @@ def test_a_stream_begins_with_all_of_the_queue():
     assert replica.applied == [3]
 
 
-def test_a_change_of_something_else_is_not_applied():
-    """All is asked for, and until it comes nothing is taken."""
+def test_a_change_of_another_update_is_not_applied():
+    """The whole queue is requested, and until it arrives nothing is accepted."""
     replica = Replica()
     replica.report(1)
     replica.report(2, 1)
@@ -51,8 +51,8 @@ def test_a_change_of_something_else_is_not_applied():
     assert replica.applied == [1, 2, 5]
 
 
-def test_a_result_that_differs_is_sent_anew():
-    """Its digest says so."""
+def test_a_different_result_is_sent_again():
+    """The digest shows it."""
     replica = Replica()
     replica.report(1)
     assert not replica.report(2, 1, RIGHT + 1)
@@ -60,15 +60,15 @@ def test_a_result_that_differs_is_sent_anew():
     assert replica.report(4)
 
 
-def test_all_of_a_queue_with_another_digest_makes_no_sense():
-    """To ask for it again would go on for ever."""
+def test_a_whole_queue_with_a_wrong_digest_is_an_error():
+    """Requesting it again would never end."""
     with pytest.raises(InvalidRequestError, match="same release"):
         Replica().report(1, digest=RIGHT + 1)
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 2])
-def test_numbers_go_upwards(sequence):
-    """From 1 on; what comes again or late is refused."""
+def test_numbers_increase(sequence):
+    """From 1 on; repeated and late ones are refused."""
     replica = Replica()
     replica.report(2)
     with pytest.raises(InvalidRequestError, match="in ascending order"):

@@ -1,4 +1,4 @@
-"""Queue snapshots as they travel: what is encoded is decoded, and nonsense is refused."""
+"""Encoded queue snapshots: they round-trip, and invalid ones are refused."""
 
 import math
 
@@ -26,15 +26,15 @@ def columns(**changes) -> kvd_pb2.QueueJobs:
     )
 
 
-def decoded(max_requests=100, **fields) -> QueueUpdate:
+def decode_snapshot(max_requests=100, **fields) -> QueueUpdate:
     message = kvd_pb2.QueueSnapshot(**{"sequence": 1, **fields})
     return queue_update(
         kvd_pb2.QueueSnapshot.FromString(message.SerializeToString()), MODEL, max_requests
     )
 
 
-def test_what_is_encoded_is_decoded():
-    """All of it, over several tenants."""
+def test_a_snapshot_round_trips():
+    """All of it, with several tenants."""
     change = QueueChange(
         [
             QueuedRequest((-5, 0.1, 1), key_of("a"), 70),
@@ -49,9 +49,9 @@ def test_what_is_encoded_is_decoded():
     assert queue_update(kvd_pb2.QueueSnapshot.FromString(message), MODEL, 100) == update
 
 
-def test_columns_that_are_left_out_have_defaults():
+def test_omitted_columns_have_defaults():
     """One tenant, the default one, and the order of the numbers."""
-    requests = decoded(waiting=columns()).change.waiting
+    requests = decode_snapshot(waiting=columns()).change.waiting
     assert requests[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
 
 
@@ -79,10 +79,10 @@ def test_columns_that_are_left_out_have_defaults():
         {"left": NUMBERS, "base_sequence": 1, "max_requests": 3},
     ],
 )
-def test_nonsense_is_refused(fields):
-    """With what is wrong and what to do, in one line."""
+def test_invalid_snapshots_are_refused(fields):
+    """With the error and the remedy, in one line."""
     with pytest.raises(InvalidRequestError) as refused:
-        decoded(**fields)
+        decode_snapshot(**fields)
     assert refused.value.remedy
     assert "\n" not in str(refused.value)
 
@@ -91,9 +91,9 @@ def test_nonsense_is_refused(fields):
     "names",
     [["", "b", "c", "d"], ["a", "b\nc", "c", "d"], ["a", "b", "c", "d\n"], ["-", "b", "c", "d"]],
 )
-def test_names_are_those_of_sessions(names):
+def test_session_names_are_checked(names):
     """As everywhere; the tenant's, too."""
     with pytest.raises(InvalidNameError):
-        decoded(waiting=columns(session_ids=names))
+        decode_snapshot(waiting=columns(session_ids=names))
     with pytest.raises(InvalidInputError):
-        decoded(running=columns(tenants=NUMBERS), tenants=["a", "b", "c", "../d"])
+        decode_snapshot(running=columns(tenants=NUMBERS), tenants=["a", "b", "c", "../d"])

@@ -1,4 +1,4 @@
-"""What monitors see: sessions of their tenants, leases, fill, settings, events."""
+"""The calls of monitors: sessions of their tenants, leases, usage, settings, events."""
 
 from contextlib import asynccontextmanager
 
@@ -10,13 +10,20 @@ from kvd.core.records.errors import UnknownSessionError
 from kvd.rpc.reader_service import ReaderService
 from kvd.wire.events import EventHub
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from tests.kvd.rpc.served import OF_ACME, OPERATOR, as_caller, named, serving, settings
+from tests.kvd.rpc.service_bench import (
+    OF_ACME,
+    OPERATOR,
+    as_caller,
+    serving,
+    session_name,
+    settings,
+)
 from tests.synthetic_engine import encode, key_of
 
 
 @asynccontextmanager
 async def reading(directory):
-    """A reader beside an engine's service."""
+    """Serve a reader beside an engine."""
     async with serving(directory) as served:
         hub, caches = EventHub(4), served.caches
         reader = ReaderService(caches, caches._engines, hub, Scrubber(1 << 30), settings(directory))
@@ -29,34 +36,36 @@ def tokens_from(first):
 
 
 async def test_a_session_is_described_with_its_blocks_leases_and_history(tmp_path):
-    """To who may see its tenant."""
+    """For callers of its tenant."""
     async with reading(tmp_path) as (served, reader, _):
         await served.store(tenant="acme")
         await served.load(tenant="acme")
-        asked = pb.DescribeSessionRequest(session=named(tenant="acme"))
+        asked = pb.DescribeSessionRequest(session=session_name(tenant="acme"))
         found = await reader.DescribeSession(asked, None)
         assert (found.info.num_tokens, len(found.blocks), len(found.leases)) == (16, 1, 1)
         assert found.history
         as_caller(OF_ACME)
         assert (await reader.DescribeSession(asked, None)).info.session == found.info.session
         with pytest.raises(UnknownSessionError):
-            await reader.DescribeSession(pb.DescribeSessionRequest(session=named()), None)
+            await reader.DescribeSession(pb.DescribeSessionRequest(session=session_name()), None)
 
 
-async def test_a_session_that_is_gone_is_said_to_be_so(tmp_path):
-    """For as long as what happened to it is known; one that never was is unknown."""
+async def test_a_dropped_session_is_reported_as_such(tmp_path):
+    """While its history is remembered; an unknown one is not found."""
     async with reading(tmp_path) as (served, reader, _):
         await served.store()
         served.cache.act(lambda core: core.sessions.flush(key_of("a"), dry_run=False))
         with pytest.raises(UnknownSessionError, match="was flushed"):
-            await reader.DescribeSession(pb.DescribeSessionRequest(session=named()), None)
+            await reader.DescribeSession(pb.DescribeSessionRequest(session=session_name()), None)
         with pytest.raises(UnknownSessionError) as caught:
-            await reader.DescribeSession(pb.DescribeSessionRequest(session=named("never")), None)
+            await reader.DescribeSession(
+                pb.DescribeSessionRequest(session=session_name("never")), None
+            )
         assert "any more" not in caught.value.message
 
 
-async def test_pages_are_as_long_as_is_asked_and_allowed(tmp_path):
-    """And of the caller's tenants."""
+async def test_pages_have_the_requested_and_allowed_size(tmp_path):
+    """They list the caller's tenants only."""
     async with reading(tmp_path) as (served, reader, _):
         for number, tenant in enumerate(("acme", "acme", "globex")):
             await served.store(f"s{number}", tokens_from(100 * number), tenant=tenant)
@@ -68,7 +77,7 @@ async def test_pages_are_as_long_as_is_asked_and_allowed(tmp_path):
 
 
 async def test_leases_are_listed_oldest_first(tmp_path):
-    """With who holds them."""
+    """With their holders."""
     async with reading(tmp_path) as (served, reader, _):
         for number in range(3):
             await served.store(f"s{number}", tokens_from(100 * number))
@@ -78,8 +87,8 @@ async def test_leases_are_listed_oldest_first(tmp_path):
         assert {lease.kind for lease in found} == {pb.LEASE_KIND_LOAD}
 
 
-async def test_stats_are_of_layouts_and_engines(tmp_path):
-    """What is stored is counted."""
+async def test_stats_have_layouts_and_engines(tmp_path):
+    """Stored sessions are counted."""
     async with reading(tmp_path) as (served, reader, _):
         await served.store()
         stats = await reader.GetStats(pb.GetStatsRequest(), None)
@@ -99,7 +108,7 @@ async def test_settings_in_force_are_listed(tmp_path):
 
 
 async def test_the_last_events_come_first(tmp_path):
-    """Those of the caller's tenants; nothing follows if only they are asked for."""
+    """Those of the caller's tenants; none follow if only these are requested."""
     async with reading(tmp_path) as (_, reader, hub):
         for tenant in ("acme", "globex"):
             hub.publish(Emit("session_cut", key_of("a", tenant)))

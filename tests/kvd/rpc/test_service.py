@@ -1,4 +1,4 @@
-"""What an engine may ask of kvd: its own sessions, while it is attached and kvd is not ending."""
+"""The calls of an engine: for its own sessions, while it is attached and kvd is not stopping."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from kvd.errors import NotAttachedError, StoppingError
 from shared.access.identity import TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.awaited_tools import InvalidToolNamesError
-from tests.kvd.rpc.served import TOKENS, serving
+from tests.kvd.rpc.service_bench import TOKENS, serving
 from tests.synthetic_engine import encode
 
 OTHERS = encode(range(50, 66))
 ROOM = 40  # more blocks than the arena of these tests has
 
 
-async def test_what_is_stored_is_loaded(tmp_path):
-    """All of it, in spans that follow each other; its lease ends once."""
+async def test_stored_tokens_are_loaded(tmp_path):
+    """All of them, in spans that follow each other; the lease ends once."""
     async with serving(tmp_path) as served:
         assert (await served.store()).stored_tokens == 16
         found = await served.load()
@@ -27,8 +27,8 @@ async def test_what_is_stored_is_loaded(tmp_path):
             await served.service.CompleteLoad(ended, None)
 
 
-async def test_a_miss_says_why(tmp_path):
-    """There is no lease then."""
+async def test_a_miss_has_a_reason(tmp_path):
+    """There is no lease."""
     async with serving(tmp_path) as served:
         await served.store()
         for session_id, tokens, why in (
@@ -41,7 +41,7 @@ async def test_a_miss_says_why(tmp_path):
 
 
 async def test_a_store_that_fails_leaves_nothing(tmp_path):
-    """The engine says so when it completes."""
+    """The engine completes it as failed."""
     async with serving(tmp_path) as served:
         request = pb.PrepareStoreRequest(**served.named(token_ids=TOKENS))
         granted = await served.service.PrepareStore(request, None)
@@ -52,8 +52,8 @@ async def test_a_store_that_fails_leaves_nothing(tmp_path):
         assert (await served.load()).lookup == pb.LOOKUP_MISS
 
 
-async def test_who_waits_in_vain_for_slots_gets_none(tmp_path):
-    """Not for ever: what it is told is that there is no room."""
+async def test_a_store_that_waits_in_vain_for_slots_gets_none(tmp_path):
+    """After a bounded time the answer is that there is no room."""
     async with serving(tmp_path) as served:
         tokens = encode(range(16 * ROOM))
         request = pb.PrepareStoreRequest(**served.named(token_ids=tokens, deadline_s=0.05))
@@ -64,8 +64,8 @@ async def test_who_waits_in_vain_for_slots_gets_none(tmp_path):
         assert (refused.refused_reason, len(refused.blocks)) == ("no_space", 0)
 
 
-async def test_sessions_of_other_models_and_tenants_are_none_of_an_engine_s(tmp_path):
-    """Before anything is looked up."""
+async def test_other_models_and_tenants_are_refused(tmp_path):
+    """Before any look-up."""
     async with serving(tmp_path, tenants=("acme",)) as served:
         await served.store(tenant="acme")
         assert served.keys() == {"a"}
@@ -77,7 +77,7 @@ async def test_sessions_of_other_models_and_tenants_are_none_of_an_engine_s(tmp_
             await served.service.GetSession(foreign, None)
 
 
-async def test_tokens_that_are_dropped_are_not_found_again(tmp_path):
+async def test_discarded_tokens_are_not_found_again(tmp_path):
     """The rest of the session is."""
     async with serving(tmp_path) as served:
         await served.store()
@@ -88,8 +88,8 @@ async def test_tokens_that_are_dropped_are_not_found_again(tmp_path):
         assert (await served.load(token_ids=kept)).end_token == 12
 
 
-async def test_a_session_is_given_what_another_one_has_behind_an_edit(tmp_path):
-    """Of the same tenant, by construction; a lineage that cannot be is refused."""
+async def test_a_session_gets_tokens_behind_an_edit_from_another(tmp_path):
+    """Of the same tenant, by construction; an impossible lineage is refused."""
     async with serving(tmp_path) as served:
         await served.store()
         await served.store("b", token_ids=OTHERS)
@@ -105,7 +105,7 @@ async def test_a_session_is_given_what_another_one_has_behind_an_edit(tmp_path):
             await served.service.Graft(request, None)
 
 
-async def test_an_engine_may_ask_for_its_sessions_and_end_them(tmp_path):
+async def test_an_engine_may_describe_and_end_its_sessions(tmp_path):
     """One that is not stored is an error, not an empty answer."""
     async with serving(tmp_path) as served:
         asked = pb.GetSessionRequest(**served.named())
@@ -117,8 +117,8 @@ async def test_an_engine_may_ask_for_its_sessions_and_end_them(tmp_path):
         assert (await served.service.GetSession(asked, None)).ended
 
 
-async def test_a_session_is_retained_as_its_client_wishes(tmp_path):
-    """For what the settings allow; so is what it begins with, under a name of its own."""
+async def test_a_session_is_retained_on_request(tmp_path):
+    """As long as the settings allow; so is its prefix, under its own name."""
     async with serving(tmp_path) as served:
         wish = pb.RetainSessionRequest(**served.named(retain_s=60))
         assert (await served.service.RetainSession(wish, None)).retained_s == 0
@@ -140,8 +140,8 @@ async def test_a_session_is_retained_as_its_client_wishes(tmp_path):
                 await served.service.RetainSession(wish, None)
 
 
-async def test_what_is_expected_of_a_session_is_shown(tmp_path):
-    """Until it is used; of one that is not stored nothing is."""
+async def test_expected_tools_are_shown(tmp_path):
+    """Until the session is used; nothing is expected of an unstored one."""
     async with serving(tmp_path) as served:
         hint = pb.ExpectSessionRequest(**served.named(awaited_tools=["bash", "read"]))
         assert not (await served.service.ExpectSession(hint, None)).stored
@@ -161,8 +161,8 @@ async def test_what_is_expected_of_a_session_is_shown(tmp_path):
             await served.service.ExpectSession(hint, None)
 
 
-async def test_nothing_is_granted_any_more_once_kvd_is_stopping(tmp_path):
-    """What was granted may still be completed."""
+async def test_a_stopping_kvd_grants_nothing(tmp_path):
+    """Existing leases may still be completed."""
     async with serving(tmp_path) as served:
         await served.store()
         found = await served.load()
@@ -175,7 +175,7 @@ async def test_nothing_is_granted_any_more_once_kvd_is_stopping(tmp_path):
         await served.service.CompleteLoad(ended, None)
 
 
-async def test_nobody_speaks_for_an_engine_that_is_not_attached(tmp_path):
+async def test_calls_for_a_detached_engine_are_refused(tmp_path):
     """Its id is as good as a key."""
     async with serving(tmp_path) as served:
         stranger = pb.PrepareLoadRequest(**served.named(token_ids=TOKENS))

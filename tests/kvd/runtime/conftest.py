@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kvd.runtime.performed import World
+from tests.kvd.runtime.performer_world import World
 
 
 @pytest.fixture

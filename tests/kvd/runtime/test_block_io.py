@@ -1,4 +1,4 @@
-"""Reads announce their layers as they come, and are hurried when a load waits for them."""
+"""Reads announce their layers as they arrive, and get priority when a load waits for them."""
 
 import asyncio
 import threading
@@ -8,11 +8,11 @@ import pytest
 from kvd.core.records.actions import IoOutcome, ReadBlock, TrackLoad, UntrackLoad
 from kvd.tiers.io_threads import Priority
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
-from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, LEASE
+from tests.kvd.runtime.performer_world import DEADLINE_S, ENGINE_ID, LEASE
 
 
 async def test_progress_of_a_load(world):
-    """Layers are published as they come; the word is taken back with the lease."""
+    """Layers are published as they arrive; the word is released with the lease."""
     words = ProgressWords(world.arena.progress.fd, 4)
     for slot_id in (0, 1):
         world.performer.perform(world.write_action(slot_id + 1, slot_id, slot_id)[0])
@@ -37,7 +37,7 @@ async def test_progress_of_a_load(world):
 
 
 def words_ready(world, words, index):
-    """Wait as an engine does, woken by the publications."""
+    """Wait as an engine does, notified by the publications."""
     waker = threading.Thread(target=_wake_until, args=(world, words, index))
     waker.start()
     words.wait(index, LEASE, 8, DEADLINE_S)
@@ -51,7 +51,7 @@ def _wake_until(world, words, index):
 
 
 async def test_a_failed_read_fails_the_load(world):
-    """FAILED is seen by the engine."""
+    """The engine sees FAILED."""
     words = ProgressWords(world.arena.progress.fd, 4)
     world.performer.perform(ReadBlock(11, b"x" * 16, 0, 1, 16, layered=True))
     world.performer.perform(TrackLoad(LEASE, ENGINE_ID, (11,)))
@@ -60,8 +60,8 @@ async def test_a_failed_read_fails_the_load(world):
     assert words.word(index) & FAILED_BIT
 
 
-async def test_layers_before_a_wrong_one_are_announced(world):
-    """A flipped bit in the last slice: no layer from its group on, then FAILED; answered once."""
+async def test_layers_before_a_corrupt_one_are_announced(world):
+    """A flipped bit in the last slice: no layer of its group, then FAILED; answered once."""
     words = ProgressWords(world.arena.progress.fd, 4)
     write, _ = world.write_action(1, 0, 0)
     world.performer.perform(write)
@@ -78,14 +78,14 @@ async def test_layers_before_a_wrong_one_are_announced(world):
 
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
-async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
-    """It goes before the writes then; what was queued for it before finds it done."""
+async def test_a_load_speeds_up_reads_ahead(world, num_tokens):
+    """They go before the writes then; the entry queued before finds the read done."""
     words = ProgressWords(world.arena.progress.fd, 4)
     write, stored = world.write_action(1, 0, 0, num_tokens)
     world.performer.perform(write)
     await world.until_idle()
     may_end = threading.Event()
-    for _ in range(3):  # as many as there are threads for what nobody waits for
+    for _ in range(3):  # one per thread for work that no load waits for
         world.pool.submit(Priority.WRITE, 0, lambda _: may_end.wait(DEADLINE_S))
     try:
         world.performer.perform(ReadBlock(11, write.key, 0, 1, num_tokens, ahead=True))

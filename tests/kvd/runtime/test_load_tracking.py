@@ -1,4 +1,4 @@
-"""Progress of pending loads: the least of their operations, over real progress words."""
+"""Progress of pending loads: the minimum of their operations, in real progress words."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LEASE, OTHER = (7 << 40) + 1, (7 << 40) + 2
 
 
 class World:
-    """A tracker of a layout with 5 layers, and what an engine sees of it."""
+    """A tracker of a layout with 5 layers, and an engine's view of it."""
 
     def __init__(self, num_words=4):
         self.progress = Progress(num_words)
@@ -31,7 +31,7 @@ class World:
         self.tracker.track(lease_id, op_ids, self.wake)
 
     def ready(self, lease_id):
-        """(layers ready, whether it failed)."""
+        """Return (layers ready, whether it failed)."""
         word = self.words.word(self.tracker.index_of(lease_id))
         return word & LAYERS_MASK, bool(word & FAILED_BIT)
 
@@ -43,7 +43,7 @@ def world():
     made.progress.close_all()
 
 
-def test_the_slowest_operation_counts(world):
+def test_the_slowest_operation_determines_the_progress(world):
     """A layer is ready when all reads have brought it; each step wakes the engine once."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
@@ -53,8 +53,8 @@ def test_the_slowest_operation_counts(world):
     assert world.num_wakes == 3
 
 
-def test_what_was_read_before_counts(world):
-    """A second load that joins a read under way starts from where it is."""
+def test_progress_of_an_active_read_counts(world):
+    """A second load that joins the read starts from its progress."""
     world.begin(1)
     world.track(LEASE, 1)
     world.tracker.record_progress(1, 3)
@@ -65,7 +65,7 @@ def test_what_was_read_before_counts(world):
     assert (world.ready(LEASE), world.ready(OTHER)) == ((5, False), (5, False))
 
 
-def test_a_failed_operation_fails_its_loads(world):
+def test_a_failed_operation_fails_its_loads_only(world):
     """And no others."""
     world.begin(1, 2)
     world.track(LEASE, 1)
@@ -74,8 +74,8 @@ def test_a_failed_operation_fails_its_loads(world):
     assert (world.ready(LEASE)[1], world.ready(OTHER)[1]) == (True, False)
 
 
-def test_an_operation_may_take_anothers_place(world):
-    """A load that is tracked anew before the failure is reported has not failed."""
+def test_an_operation_may_replace_another(world):
+    """A load that is tracked again before the failure is reported has not failed."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
     world.tracker.record_progress(2, 5)
@@ -87,8 +87,8 @@ def test_an_operation_may_take_anothers_place(world):
     assert world.ready(LEASE) == (5, False)
 
 
-def test_words_come_back(world):
-    """An ended load's word is free for the next one, and late news do not touch it."""
+def test_words_are_reused(world):
+    """An ended load's word is free for the next one, and late progress does not touch it."""
     world.begin(1)
     for lease_id in range(LEASE, LEASE + 10):
         world.track(lease_id, 1)
@@ -102,8 +102,8 @@ def test_words_come_back(world):
     assert world.ready(OTHER) == (0, False)
 
 
-def test_without_a_word_left():
-    """A load without a word is followed all the same, silently."""
+def test_a_load_without_a_word():
+    """It is tracked all the same, without publications."""
     world = World(num_words=1)
     world.begin(1)
     world.track(LEASE, 1)
@@ -116,8 +116,8 @@ def test_without_a_word_left():
     world.progress.close_all()
 
 
-def test_nothing_is_kept(world):
-    """After their ends neither operations nor loads are remembered."""
+def test_ended_loads_are_forgotten(world):
+    """Their operations as well."""
     world.begin(1, 2)
     world.track(LEASE, 1, 2)
     world.tracker.record_end(1, is_good=True)

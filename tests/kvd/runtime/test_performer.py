@@ -28,7 +28,7 @@ from kvd.core.records.entries import (
 from kvd.runtime.performer import MAX_INDEX_BYTES
 from kvd.tiers.manifest import MAX_QUEUED_BYTES
 from shared.types.units import SECTOR_BYTES
-from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, IDENTITY, KEY, LAYOUT, LEASE
+from tests.kvd.runtime.performer_world import DEADLINE_S, ENGINE_ID, IDENTITY, KEY, LAYOUT, LEASE
 
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
@@ -66,8 +66,8 @@ async def test_wrong_bytes_are_corrupt(world):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "injected"), RuntimeError("injected")])
-async def test_whatever_happens_operations_are_answered(world, error):
-    """An error of the device, or of ours: TRANSIENT, once."""
+async def test_failed_operations_are_answered(world, error):
+    """An error of the device, or of kvd: TRANSIENT, once."""
     world.faults.read_error = world.faults.write_error = error
     write, _ = world.write_action(1, 0, 0)
     world.performer.perform(write)
@@ -82,16 +82,16 @@ async def test_whatever_happens_operations_are_answered(world, error):
     ]
 
 
-async def test_slots_that_are_gone_are_answered(world):
-    """An arena that is given up while a hash is queued: no checksums."""
+async def test_operations_on_a_closed_arena_are_answered(world):
+    """The arena is given up while a hash is queued: no checksums."""
     world.performer.use_arena(None)
     world.performer.perform(HashSlot(1, 0, 16))
     assert await world.until_idle() == [("hash_done", 1, b"")]
 
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
-async def test_what_is_in_flight_is_counted(world, num_tokens):
-    """The pool gets the bytes of each write and read: its budget is one of bytes."""
+async def test_active_bytes_are_counted(world, num_tokens):
+    """The pool gets the bytes of each write and read: its budget is in bytes."""
     write, _ = world.write_action(1, 0, 0, num_tokens)
     shape = world.volume.shape
     num_bytes = shape.num_sectors(num_tokens) * SECTOR_BYTES
@@ -110,7 +110,7 @@ async def test_what_is_in_flight_is_counted(world, num_tokens):
 
 
 async def test_the_journal_is_written_at_once(world):
-    """Records are there when perform() returns, with the identity of the writer."""
+    """Records exist when perform() returns, with the identity of the writer."""
     writing = WritingSlot(generation=4, lease_id=LEASE, engine_id=ENGINE_ID)
     committed = CommittedSlot(5, b"k" * 16, 16, b"t" * 64, b"c" * 64)
     world.performer.perform(PutSlot(0, writing))
@@ -125,7 +125,7 @@ async def test_the_journal_is_written_at_once(world):
 
 
 async def test_index_rows_are_kept_in_order(world):
-    """A dropped block is reported after its commit; rows count as uncommitted until theirs."""
+    """A dropped block is reported after its commit; rows count as uncommitted before theirs."""
     block = BlockRecord(b"k" * 16, 0, 16)
     session = SessionRecord(KEY, b"\0", 7)
     world.performer.perform(PutBlock(block))
@@ -140,8 +140,8 @@ async def test_index_rows_are_kept_in_order(world):
     assert (rows.block_keys, list(rows.extents)) == (b"l" * 16, [9])
 
 
-async def test_a_full_queue_of_entries_reports_when_it_is_empty(world):
-    """Rows are asked for again by one call, however often that was asked for."""
+async def test_a_full_queue_of_rows_reports_when_it_is_empty(world):
+    """One call asks for rows again, however many requests there were."""
     spans = b"\0" * (MAX_QUEUED_BYTES // 4)
     assert world.performer.index_room == MAX_INDEX_BYTES
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Rows are copied together exactly, wherever they come from; verified slots are ready for loads."""
+"""Rows are compacted exactly, whatever their sources; verified slots are ready for loads."""
 
 import asyncio
 
@@ -17,19 +17,19 @@ from kvd.runtime.slot_work import RowCopier
 from kvd.tiers.slot_rows import BlockHasher
 from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
-from tests.kvd.runtime.performed import DEADLINE_S, ENGINE_ID, LEASE
+from tests.kvd.runtime.performer_world import DEADLINE_S, ENGINE_ID, LEASE
 
 BLOCK_TOKENS = 16
 ORDINARY = Layer((Component("k", (2, 8), "float32"), Component("v", (2, 8), "float32")))
 LATENT = Layer((Component("latent", (24,), "bfloat16"), Component("k_rot", (3,), "float16")))
 LAYOUTS = {
     "ordinary": (ORDINARY, ORDINARY),
-    "mixed": (ORDINARY, LATENT, Layer(())),  # an empty layer shares another one's KV
+    "mixed": (ORDINARY, LATENT, Layer(())),  # an empty layer that shares another one's KV
 }
 
 
 class Slots:
-    """A few slots of random bytes."""
+    """Slots with random bytes."""
 
     def __init__(self, layers: tuple[Layer, ...], num_slots: int = 4) -> None:
         self.layout = KVLayout("0f", layers, BLOCK_TOKENS)
@@ -47,7 +47,7 @@ class Slots:
         return SourceSlot(slot_id, num_tokens, checksums)
 
     def row(self, slot_id: int, row: int) -> bytes:
-        """All components of a token, of all layers."""
+        """Return all components of a token, of all layers."""
         pieces = []
         for layer_index, layer in enumerate(self.layout.layers):
             for component_index, component in enumerate(layer.components):
@@ -59,7 +59,7 @@ class Slots:
 
 @pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS)
 def test_runs_of_several_slots_follow_each_other(layers):
-    """Single rows, runs, and rows of a slot that comes twice; the rest stays as it was."""
+    """Single rows, runs, and rows of a slot that appears twice; the rest stays as it was."""
     slots = Slots(layers)
     runs = [(0, 3, 1), (0, 5, 4), (1, 0, 2), (0, 15, 1)]
     expected = [slots.row(slot, row) for slot, first, n in runs for row in range(first, first + n)]
@@ -72,8 +72,8 @@ def test_runs_of_several_slots_follow_each_other(layers):
     assert checksums == [slots.hasher.checksums(slots.slot(3), len(expected))]
 
 
-def test_nothing_is_made_of_wrong_bytes():
-    """A flipped bit anywhere in the used rows of a source, even in one that is not wanted."""
+def test_a_corrupt_source_is_not_copied():
+    """A flipped bit anywhere in the used rows of a source, even in an unwanted row."""
     slots = Slots(LAYOUTS["ordinary"])
     source = slots.source(0)
     before = slots.memory[3].copy()
@@ -86,7 +86,7 @@ def test_nothing_is_made_of_wrong_bytes():
 # ------------------------------------------------------------------------- verifying
 
 
-async def test_a_verify_brings_all_layers(world):
+async def test_a_verification_announces_all_layers(world):
     """A load that waits for an adopted slot is ready when it is verified."""
     words = ProgressWords(world.arena.progress.fd, 4)
     stored = world.fill(0)
@@ -97,8 +97,8 @@ async def test_a_verify_brings_all_layers(world):
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
 
 
-async def test_a_load_hurries_a_verify_in_the_background(world):
-    """One that nobody waited for so far does not keep a load waiting behind the writes."""
+async def test_a_load_speeds_up_a_background_verification(world):
+    """The load does not wait behind the writes."""
     words = ProgressWords(world.arena.progress.fd, 4)
     stored = world.fill(0)
     world.faults.hold.clear()

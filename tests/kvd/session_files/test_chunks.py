@@ -1,4 +1,4 @@
-"""Chunks end where tokens say; sealed ones open whole, in their order, for their tenant, or not."""
+"""Chunks end where tokens say; sealed ones open completely, in order, for their tenant only."""
 
 import secrets
 
@@ -16,25 +16,25 @@ HEADER = header_bytes(FileHeader(key_of("a", "acme"), small_layout(), WHOLE, "0"
 FRAMES = [frame_bytes(16 * n, encode(range(16)), [memoryview(bytes([n]) * 99)]) for n in range(3)]
 
 
-def _sealed(frames: list[bytes]) -> tuple[list[bytes], bytes]:
+def _seal(frames: list[bytes]) -> tuple[list[bytes], bytes]:
     sealer = ChunkSealer(KEY, "acme", HEADER)
     return [sealer.seal(frame) for frame in frames], sealer.tag()
 
 
-def _opened(pieces: list[bytes], tag: bytes, key: bytes = KEY, tenant: str = "acme") -> bytes:
+def _open_pieces(pieces: list[bytes], tag: bytes, key: bytes = KEY, tenant: str = "acme") -> bytes:
     opener = ChunkOpener(key, tenant, tag)
     return b"".join(part for piece in pieces for part in opener.feed(piece))
 
 
-def test_chunks_end_where_tokens_say() -> None:
-    """At the first frame that reaches a multiple, however frames were cut before."""
+def test_tokens_determine_where_chunks_end() -> None:
+    """At the first frame that reaches a multiple, however the frames were cut."""
     chunker = Chunker(32, 4)
     ends = [chunker.ends_with(num_tokens, 1) for num_tokens in (16, 15, 16, 1, 40, 3)]
     assert ends == [False, False, True, False, True, False]
     assert (chunker.num_tokens, chunker.num_bytes) == (91, 1)
 
 
-def test_frames_behind_the_tokens_make_chunks_by_their_size() -> None:
+def test_frames_behind_the_tokens_are_chunked_by_size() -> None:
     """States and windows may be larger than all tokens."""
     chunker = Chunker(32, 4)
     ends = [chunker.ends_with(*frame) for frame in ((3, 1), (0, 2), (0, 2), (0, 5), (0, 1))]
@@ -43,20 +43,20 @@ def test_frames_behind_the_tokens_make_chunks_by_their_size() -> None:
 
 
 def test_chunks_have_whole_blocks() -> None:
-    """As many as fit; a block that is larger is a chunk."""
+    """As many as fit; a larger block is a chunk of its own."""
     assert step_tokens(8 << 20, 16, [1000, 24]) == 16 * 512
     assert step_tokens(8 << 20, 16, [1 << 20]) == 16
 
 
-def test_what_was_sealed_opens() -> None:
-    """In pieces cut anywhere it is the session file; equal frames are equal, and not in plain."""
-    chunks, tag = _sealed(FRAMES)
+def test_sealed_chunks_open() -> None:
+    """Their contents are the session file; equal frames are sealed equally, and not in plain."""
+    chunks, tag = _seal(FRAMES)
     file = HEADER + b"".join(chunks) + end_bytes(48)
     plain = HEADER + b"".join(FRAMES) + end_bytes(48)
     for size in (1, 7, 1000, len(file)):
         pieces = [file[start : start + size] for start in range(0, len(file), size)]
-        assert _opened(pieces, tag) == plain
-    assert (chunks, tag) == _sealed(FRAMES)
+        assert _open_pieces(pieces, tag) == plain
+    assert (chunks, tag) == _seal(FRAMES)
     assert bytes([2]) * 99 not in file
 
 
@@ -74,11 +74,11 @@ def test_what_was_sealed_opens() -> None:
         ),
     ],
 )
-def test_what_was_changed_does_not_end(change, said: str) -> None:
-    """Whoever can write to the store can make no session of it."""
-    chunks, tag = _sealed(FRAMES)
+def test_changed_chunks_do_not_open(change, said: str) -> None:
+    """Whoever can write to the store cannot forge a session."""
+    chunks, tag = _seal(FRAMES)
     with pytest.raises(SessionFileError, match=said):
-        _opened([HEADER, *change(chunks), end_bytes(48)], tag)
+        _open_pieces([HEADER, *change(chunks), end_bytes(48)], tag)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_what_was_changed_does_not_end(change, said: str) -> None:
     [{"key": bytes(KEY_BYTES)}, {"tenant": "other"}, {"tag": bytes(32)}],
     ids=["key", "tenant", "tag"],
 )
-def test_others_open_nothing(other: dict) -> None:
+def test_other_keys_open_nothing(other: dict) -> None:
     """Another key, another tenant, or the tag of another session."""
-    chunks, tag = _sealed(FRAMES)
+    chunks, tag = _seal(FRAMES)
     with pytest.raises(SessionFileError, match="push it again"):
-        _opened([HEADER, *chunks, end_bytes(48)], **{"tag": tag, **other})
+        _open_pieces([HEADER, *chunks, end_bytes(48)], **{"tag": tag, **other})
 
 
-def test_the_header_is_part_of_it() -> None:
-    """Chunks under another session's header are not that session."""
-    chunks, tag = _sealed(FRAMES)
+def test_the_header_is_authenticated() -> None:
+    """Chunks under another session's header do not open."""
+    chunks, tag = _seal(FRAMES)
     header = header_bytes(FileHeader(key_of("b", "acme"), small_layout(), WHOLE, "0", 0.0))
     with pytest.raises(SessionFileError, match="missing, or in the wrong order"):
-        _opened([header, *chunks, end_bytes(48)], tag)
+        _open_pieces([header, *chunks, end_bytes(48)], tag)

@@ -1,4 +1,4 @@
-"""Session files: what is written is read, and nothing else is taken for one."""
+"""Session files: they round-trip, and nothing else is taken for one."""
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +63,7 @@ def _read(pieces: list[bytes]) -> tuple[FileHeader, list[tuple[int, int, bytes]]
 
 @FEW
 @given(st.lists(st.integers(1, 16), max_size=4), st.integers(1, 5000))
-def test_what_is_written_is_read(lengths, step):
+def test_a_file_round_trips(lengths, step):
     """However the bytes are cut into pieces, and however long the frames are."""
     data = _file(*lengths)
     header, frames = _read([data[start : start + step] for start in range(0, len(data), step)])
@@ -77,7 +77,7 @@ GOOD = _file(16, 3)
 
 @FEW
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_no_byte_may_differ(position, change):
+def test_every_changed_byte_is_detected(position, change):
     """A flipped bit anywhere is found, before the end at the latest."""
     bad = bytearray(GOOD)
     bad[position] ^= change
@@ -87,23 +87,23 @@ def test_no_byte_may_differ(position, change):
 
 @FEW
 @given(st.integers(0, len(GOOD) - 1))
-def test_no_byte_may_be_missing(length):
-    """Wherever it is cut."""
+def test_every_missing_byte_is_detected(length):
+    """Wherever the file is cut."""
     with pytest.raises(SessionFileError):
         _read([GOOD[:length]])
 
 
 @FEW
 @given(st.binary(max_size=200))
-def test_anything_else_is_no_session_file(data):
-    """Also with the right beginning: nothing is read beyond what a frame may have."""
+def test_other_files_are_refused(data):
+    """Also with the right beginning: nothing is read beyond the size of a frame."""
     for text in (data, GOOD[:24] + data, header_bytes(HEADER) + data):
         with pytest.raises(SessionFileError):
             _read([text])
 
 
-def test_frames_have_their_place():
-    """Frames that are left out, doubled or exchanged do not fit; neither does another's end."""
+def test_the_order_of_frames_is_checked():
+    """Omitted, doubled or exchanged frames do not fit; neither does another file's end."""
     one, two = _frame(0, list(range(16))), _frame(16, [1, 2, 3])
     start = header_bytes(HEADER)
     for frames in ((two,), (one, one, two), (two, one), (one,)):
@@ -113,8 +113,8 @@ def test_frames_have_their_place():
         _read([GOOD + GOOD])
 
 
-def test_bounds_come_before_memory():
-    """A header or a frame that claims to be huge is refused at once, not waited for."""
+def test_bounds_are_checked_before_memory_is_allocated():
+    """A header or a frame that claims to be huge is refused at once."""
     huge = b"KVDSESSN" + (1).to_bytes(4, "little") + (MAX_BODY_BYTES + 1).to_bytes(4, "little")
     with pytest.raises(SessionFileError, match="header"):
         list(FileReader().feed(huge + bytes(8)))
@@ -123,8 +123,8 @@ def test_bounds_come_before_memory():
         list(reader.feed(header_bytes(HEADER) + (17).to_bytes(4, "little") + bytes(12)))
 
 
-def test_a_lineage_without_discards_is_whole():
-    """What says that nothing was discarded is read as just that."""
+def test_an_empty_lineage_is_whole():
+    """One that says that no token was discarded is read as WHOLE."""
     plain = FileHeader(HEADER.key, LAYOUT, WHOLE, "0.1.0", 0.0)
     header, _ = _read([header_bytes(plain) + end_bytes(0)])
     assert header.lineage == WHOLE
@@ -139,7 +139,7 @@ def _part(index: int, position: int = 2) -> StatePart:
 
 
 def _file_with(*parts: StatePart, version: int = 2) -> bytes:
-    """A file of three tokens and parts of a state."""
+    """Return a file of three tokens and parts of a state."""
     header = FileHeader(key_of("a"), WITH_STATES, WHOLE, "0.1.0", 1.5, version)
     tokens = _frame(0, [1, 2, 3])
     writer = FrameWriter()
@@ -151,7 +151,7 @@ def _file_with(*parts: StatePart, version: int = 2) -> bytes:
 @FEW
 @given(st.integers(1, 9000))
 def test_a_state_comes_in_parts(step):
-    """The last one is as long as what is left of it; there may be none."""
+    """The last one has the remaining bytes; there may be none."""
     parts = [_part(index) for index in range(3)]
     data = _file_with(*parts)
     reader = FileReader()
@@ -181,7 +181,7 @@ def _read_parts(data: bytes) -> list:
         (0, 0, 1, 2),
     ],
 )
-def test_parts_have_their_order_and_none_is_missing(parts):
+def test_the_order_and_number_of_parts_is_checked(parts):
     with pytest.raises(SessionFileError, match="damaged"):
         _read_parts(_file_with(*(_part(index) for index in parts)))
 
@@ -212,12 +212,12 @@ def _window(token_offset: int, num_tokens: int, index: int, position: int = 3) -
 
 
 def _windows(*tokens: tuple[int, int], position: int = 3) -> list[WindowRows]:
-    """All parts of windows of some tokens."""
+    """Return all parts of the windows of some tokens."""
     return [_window(*run, index, position) for run in tokens for index in range(NUM_PARTS)]
 
 
 def _file_of(windows: list[WindowRows], version: int = 3, layout: KVLayout = WITH_WINDOWS) -> bytes:
-    """A file of three tokens and windows of theirs."""
+    """Return a file of three tokens and their windows."""
     header = FileHeader(key_of("a"), layout, WHOLE, "0.1.0", 1.5, version)
     rows = memoryview(bytes(3 * sum(row_bytes(layout))))
     frame = frame_bytes(0, encode([1, 2, 3]), [rows])
@@ -229,8 +229,8 @@ def _file_of(windows: list[WindowRows], version: int = 3, layout: KVLayout = WIT
 
 @FEW
 @given(st.integers(1, 9000))
-def test_windows_come_part_by_part(step):
-    """Of tokens that follow each other up to a position; frames have no rows of their layers."""
+def test_windows_come_in_parts(step):
+    """Of consecutive tokens up to a position; frames have no rows of their layers."""
     windows = _windows((1, 1), (2, 1))
     data = _file_of(windows)
     reader = FileReader()
@@ -251,16 +251,16 @@ def test_windows_come_part_by_part(step):
         _windows((0, 3))[1:],
         [*_windows((0, 3))[:1], _window(0, 2, 1), _window(0, 3, 2)],
         _windows((0, 2)),  # they do not reach the position
-        [*_windows((0, 1)), *_windows((2, 1))],  # tokens are missing between them
+        [*_windows((0, 1)), *_windows((2, 1))],  # tokens between them are missing
         [*_windows((2, 1)), *_windows((0, 2))],
         _windows((0, 4), position=4),  # beyond the tokens
         _windows((0, 3), position=2),
         [*_windows((0, 2)), *_windows((2, 1), position=4)],
         [*_windows((0, 3)), *_windows((3, 1), position=4)],
-        _windows((0, 17), position=17),  # more than a block has
+        _windows((0, 17), position=17),  # more than a block
     ],
 )
-def test_windows_have_their_order_and_none_is_missing(windows):
+def test_the_order_and_number_of_windows_is_checked(windows):
     with pytest.raises(SessionFileError, match="damaged"):
         _read_parts(_file_of(windows))
 
@@ -277,12 +277,12 @@ def test_only_a_file_of_version_3_has_windows():
         _read_parts(_file_of([], 4))
 
 
-def _held(num_tokens: int) -> bytes:
+def _num_held_bytes(num_tokens: int) -> bytes:
     return held_bytes(encode(range(num_tokens)))
 
 
 def _read_tail(data: bytes) -> list[tuple[bool, int, bytes]]:
-    """Of each frame whether it has no rows, how many tokens, and which."""
+    """Return for each frame whether it has no rows, how many tokens, and which."""
     reader = FileReader()
     found = [
         (isinstance(one, HeldTokens), one.num_tokens, one.token_ids) for one in reader.feed(data)
@@ -292,41 +292,39 @@ def _read_tail(data: bytes) -> list[tuple[bool, int, bytes]]:
 
 
 @pytest.mark.parametrize("most", [MAX_HELD_TOKENS, 20, 7])
-def test_a_tail_begins_with_tokens_whose_rows_are_elsewhere(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In as many frames as it takes; what follows is read as if they had rows."""
+def test_a_tail_begins_with_tokens_without_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any number of frames; later frames are read as if the first had rows."""
     monkeypatch.setattr("kvd.session_files.frame_writer.MAX_HELD_TOKENS", most)
-    tail = _held(40) + _frame(40, [40, 41]) + _frame(42, [42]) + end_bytes(43)
+    tail = _num_held_bytes(40) + _frame(40, [40, 41]) + _frame(42, [42]) + end_bytes(43)
     *held, first, second = _read_tail(header_bytes(HEADER) + tail)
     assert b"".join(tokens for _, _, tokens in held) == encode(range(40))
     assert all(is_held and num_tokens <= most for is_held, num_tokens, _ in held)
     assert (first, second) == ((False, 2, encode([40, 41])), (False, 1, encode([42])))
-    assert _read_tail(header_bytes(HEADER) + _held(40) + end_bytes(40))
+    assert _read_tail(header_bytes(HEADER) + _num_held_bytes(40) + end_bytes(40))
 
 
 @pytest.mark.parametrize(
     "frames",
     [
         _frame(0, [0]) + held_bytes(encode([1])) + end_bytes(2),  # behind tokens
-        _held(2)[:-1] + b"\1" + end_bytes(2),  # others than were written
-        _held(2) + _frame(0, [2]) + end_bytes(3),  # at another place
-        _held(2) + end_bytes(3),
-        held_bytes(b"") + _held(0) + end_bytes(0)[:4] + b"\3" + end_bytes(0)[5:],  # none
+        _num_held_bytes(2)[:-1] + b"\1" + end_bytes(2),  # others than were written
+        _num_held_bytes(2) + _frame(0, [2]) + end_bytes(3),  # at another place
+        _num_held_bytes(2) + end_bytes(3),
+        held_bytes(b"") + _num_held_bytes(0) + end_bytes(0)[:4] + b"\3" + end_bytes(0)[5:],  # none
     ],
 )
-def test_a_tail_is_as_it_was_written(frames: bytes) -> None:
+def test_a_tail_keeps_its_order_and_checksums(frames: bytes) -> None:
     """In its order, with its checksums."""
     with pytest.raises(SessionFileError):
         _read_tail(header_bytes(HEADER) + frames)
 
 
 def test_only_what_is_of_tokens_alone_has_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another version has none; nor is memory taken for more tokens than may come."""
+    """A file of another version has none; nor is memory allocated for more tokens than allowed."""
     for version, layout in ((2, layout_with_states()), (3, layout_with_windows())):
         header = FileHeader(key_of("a"), layout, WHOLE, "0", 0.0, version)
         with pytest.raises(SessionFileError):
-            list(FileReader().feed(header_bytes(header) + _held(2)))
+            list(FileReader().feed(header_bytes(header) + _num_held_bytes(2)))
     monkeypatch.setattr("kvd.session_files.file_reader.MAX_HELD_TOKENS", 4)
     with pytest.raises(SessionFileError):
-        list(FileReader().feed(header_bytes(HEADER) + _held(5)[:16]))
+        list(FileReader().feed(header_bytes(HEADER) + _num_held_bytes(5)[:16]))

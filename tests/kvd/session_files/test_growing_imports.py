@@ -1,4 +1,4 @@
-"""Imports whose session has what has come: whenever the file ends, what is served is sound."""
+"""Imports whose session has the parts that arrived: whenever the file ends, these are sound."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ from kvd.session_files.target import Target
 from kvd.session_files.transfers import read_file
 from shared.types.errors import ReportedError
 from shared.types.lineage import Lineage
-from tests.kvd.caches.opened import LAYOUT, caches_in
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in
 from tests.synthetic_engine import encode, key_of, layout_with_states, layout_with_windows
 
 KEY = key_of("a")
@@ -26,8 +26,8 @@ TOKENS = range(NUM_BLOCKS * STEP)
 TARGET = Target("", "", replaces=False, may_add_layout=True, grow_bytes=1)
 
 
-def stored(cache, tokens, key=KEY, load_ends=()):
-    """Have a session stored; what it has depends on its tokens."""
+def store_session(cache, tokens, key=KEY, load_ends=()):
+    """Store a session whose rows depend on its tokens."""
     answer = cache.act(
         lambda core: core.stores.prepare(key, encode(tokens), 0, 1, load_ends=load_ends)
     )
@@ -40,7 +40,7 @@ def stored(cache, tokens, key=KEY, load_ends=()):
 
 
 async def pieces_of(caches, key=KEY):
-    """The pieces of a session's file: its header, each of its frames, its end."""
+    """Return the pieces of a session's file: its header, each of its frames, its end."""
     exporter = Exporter(caches, key)
     pieces = [exporter.header]
     async for batch in exporter.frames(prefix=False):
@@ -51,10 +51,10 @@ async def pieces_of(caches, key=KEY):
 
 
 async def file_of(directory, layout=LAYOUT, load_ends=()):
-    """The pieces of a file with one session."""
+    """Return the pieces of a file with one session."""
     async with caches_in(directory) as caches:
         cache, _ = await caches.open(layout)
-        stored(cache, TOKENS, load_ends=load_ends)
+        store_session(cache, TOKENS, load_ends=load_ends)
         return await pieces_of(caches)
 
 
@@ -72,8 +72,8 @@ async def each(pieces, before=lambda number: None):
         yield piece
 
 
-async def test_it_has_what_has_come(tmp_path):
-    """After each frame; in the end it is what it would be had it come at once."""
+async def test_a_session_has_the_frames_that_have_arrived(tmp_path):
+    """After each frame; in the end it equals one imported at once."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -94,10 +94,10 @@ async def test_it_has_what_has_come(tmp_path):
 
 @pytest.mark.parametrize("grow_blocks", [1, 2])
 @pytest.mark.parametrize("end", ["cut short", "damaged"])
-async def test_what_was_good_stays(tmp_path, grow_blocks, end):
-    """Of a file that ends in its fourth frame, or is damaged there: three blocks, with their rows.
+async def test_sound_frames_stay(tmp_path, grow_blocks, end):
+    """The file ends in its fourth frame, or is damaged there: three blocks stay, with their rows.
 
-    The last of them, too, which are fewer than it would have been given next.
+    The last one as well, though it alone would be too little for a growing step.
     """
     pieces = await file_of(tmp_path)
     fourth = bytearray(pieces[4])
@@ -119,8 +119,8 @@ async def test_what_was_good_stays(tmp_path, grow_blocks, end):
         assert (await pieces_of(caches))[1:] == pieces[1:]
 
 
-async def test_whoever_sends_it_may_go(tmp_path):
-    """In the middle: what the session was given is its own."""
+async def test_an_interrupted_import_leaves_its_part(tmp_path):
+    """The sender disconnects in the middle: the session keeps the arrived part."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -141,12 +141,12 @@ async def test_whoever_sends_it_may_go(tmp_path):
         assert not cache.act(lambda core: core.growing.is_growing(KEY))
 
 
-async def test_a_part_that_is_here_is_there_all_the_time(tmp_path):
-    """It grows once there is more of it, and keeps what was set for it."""
+async def test_a_stored_part_is_available_all_the_time(tmp_path):
+    """It grows once more has arrived, and keeps its settings."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, TOKENS[: 2 * STEP + 3])
+        store_session(cache, TOKENS[: 2 * STEP + 3])
         cache.act(lambda core: core.sessions.set_ttl(KEY, 10**15))
         seen = []
         target = replace(TARGET, replaces_up_to=2 * STEP + 3)
@@ -157,13 +157,13 @@ async def test_a_part_that_is_here_is_there_all_the_time(tmp_path):
         assert (info_of(cache).num_tokens, info_of(cache).ttl_ns) == (len(TOKENS), 10**15)
 
 
-async def test_a_part_of_other_tokens_gives_way_in_the_end(tmp_path):
-    """When all is there; else it stays."""
+async def test_a_part_with_other_tokens_is_replaced_at_the_end(tmp_path):
+    """When everything has arrived; else it stays."""
     pieces = await file_of(tmp_path)
     target = replace(TARGET, replaces_up_to=STEP)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, range(900, 900 + STEP))
+        store_session(cache, range(900, 900 + STEP))
         with pytest.raises(SessionFileError):
             await read_file(caches, target, each(pieces[:-1]))
         assert info_of(cache).num_tokens == STEP
@@ -172,8 +172,8 @@ async def test_a_part_of_other_tokens_gives_way_in_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["longer", "flushed"])
-async def test_what_a_turn_makes_of_it_meanwhile_stays(tmp_path, change):
-    """The rest is not wanted any more."""
+async def test_a_session_changed_by_a_turn_stays(tmp_path, change):
+    """The rest of the import is not needed any more."""
     pieces = await file_of(tmp_path)
     longer = [*TOKENS[: 3 * STEP], *range(500, 500 + STEP)]
     async with caches_in(tmp_path / "other") as caches:
@@ -181,7 +181,7 @@ async def test_what_a_turn_makes_of_it_meanwhile_stays(tmp_path, change):
 
         def changes(number):
             if number == 4 and change == "longer":
-                stored(cache, longer)
+                store_session(cache, longer)
             elif number == 4:
                 cache.act(lambda core: core.sessions.flush(KEY, dry_run=False))
 
@@ -195,8 +195,8 @@ async def test_what_a_turn_makes_of_it_meanwhile_stays(tmp_path, change):
         cache.act(lambda core: core.check())
 
 
-async def test_one_that_is_longer_by_now_ends_it_early(tmp_path):
-    """Before anything more is fetched for nothing."""
+async def test_a_session_that_is_longer_ends_the_import_early(tmp_path):
+    """Before more is fetched in vain."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -205,7 +205,7 @@ async def test_one_that_is_longer_by_now_ends_it_early(tmp_path):
         def stores(number):
             num_read.append(number)
             if number == 1:
-                stored(cache, range(900, 900 + STEP))
+                store_session(cache, range(900, 900 + STEP))
 
         with pytest.raises(SessionExistsError):
             await read_file(caches, TARGET, each(pieces, stores))
@@ -214,8 +214,8 @@ async def test_one_that_is_longer_by_now_ends_it_early(tmp_path):
 
 
 @pytest.mark.parametrize("layout", [layout_with_states(), layout_with_windows()])
-async def test_what_needs_its_end_comes_whole(tmp_path, layout):
-    """Without its state, or windows, nothing of it can be loaded."""
+async def test_a_session_that_needs_its_end_arrives_as_a_whole(tmp_path, layout):
+    """Without its state, or windows, none of it can be loaded."""
     pieces = await file_of(tmp_path, layout, load_ends=(len(TOKENS),))
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(layout)
@@ -232,20 +232,20 @@ HELD = 4  # blocks
 
 
 def tail_of(pieces, num_blocks=HELD):
-    """The pieces of a file without its first blocks, whose tokens it names."""
+    """Return the pieces of a file without its first blocks, whose tokens it names."""
     held = held_bytes(encode(TOKENS[: num_blocks * STEP]))
     return [pieces[0] + held, *pieces[1 + num_blocks :]]
 
 
 @pytest.mark.parametrize("grow_bytes", [0, 1])
 @pytest.mark.parametrize("num_here", [HELD * STEP, HELD * STEP + 3])
-async def test_a_tail_brings_what_is_missing(tmp_path, grow_bytes, num_here):
-    """The session is then what it would be had all of it come."""
+async def test_a_tail_adds_the_missing_blocks(tmp_path, grow_bytes, num_here):
+    """The session then equals one imported as a whole."""
     pieces = await file_of(tmp_path)
     target = replace(TARGET, grow_bytes=grow_bytes, replaces_up_to=num_here)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, TOKENS[:num_here])
+        store_session(cache, TOKENS[:num_here])
         before = cache.stats().counters["store_tokens"]
         assert await read_file(caches, target, each(tail_of(pieces))) == (KEY, len(TOKENS))
         new = (NUM_BLOCKS - HELD) * STEP
@@ -256,19 +256,19 @@ async def test_a_tail_brings_what_is_missing(tmp_path, grow_bytes, num_here):
         cache.act(lambda core: core.check())
 
 
-async def test_what_another_session_has_is_here_too(tmp_path):
-    """Its tokens are the same, computed as these: there is nothing else to be fetched."""
+async def test_blocks_of_another_session_count_as_present(tmp_path):
+    """Its tokens are the same, with the same computation: nothing else has to be fetched."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, TOKENS, key_of("b"))
+        store_session(cache, TOKENS, key_of("b"))
         assert await read_file(caches, TARGET, each(tail_of(pieces))) == (KEY, len(TOKENS))
         assert (await pieces_of(caches))[1:] == pieces[1:]
 
 
 @pytest.mark.parametrize("there", ["nothing", "less", "other tokens", "another tenant's"])
-async def test_a_tail_of_what_is_not_here_is_refused(tmp_path, there):
-    """And leaves nothing; what is here stays as it is."""
+async def test_a_tail_without_its_first_part_is_refused(tmp_path, there):
+    """It leaves nothing, and the stored session does not change."""
     pieces = await file_of(tmp_path)
     tokens = {
         "less": TOKENS[: (HELD - 1) * STEP],
@@ -279,7 +279,7 @@ async def test_a_tail_of_what_is_not_here_is_refused(tmp_path, there):
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
         if tokens:
-            stored(cache, tokens, key)
+            store_session(cache, tokens, key)
         before = [info and info.num_tokens for info in (info_of(cache, key),)]
         target = replace(TARGET, replaces_up_to=HELD * STEP)
         with pytest.raises(NotHeldError, match="send the whole session"):
@@ -290,24 +290,24 @@ async def test_a_tail_of_what_is_not_here_is_refused(tmp_path, there):
 
 
 async def test_a_tail_of_another_lineage_is_refused(tmp_path):
-    """The same tokens, but computed after discards: their KV is not what is here."""
+    """Its tokens are the same, but computed after discards: their KV differs."""
     pieces = await file_of(tmp_path)
     header = FileHeader(KEY, LAYOUT, Lineage(b"x" * 16, STEP), "0", 0.0)
     tail = [header_bytes(header), *tail_of(pieces)]
     tail[1] = tail[1].removeprefix(pieces[0])
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, TOKENS)
+        store_session(cache, TOKENS)
         with pytest.raises(NotHeldError):
             await read_file(caches, replace(TARGET, replaces_up_to=len(TOKENS)), each(tail))
 
 
-async def test_a_tail_that_breaks_off_leaves_what_has_come(tmp_path):
-    """Behind what was here."""
+async def test_an_interrupted_tail_leaves_its_part(tmp_path):
+    """Behind the stored blocks."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
-        stored(cache, TOKENS[: HELD * STEP])
+        store_session(cache, TOKENS[: HELD * STEP])
         target = replace(TARGET, replaces_up_to=HELD * STEP)
         with pytest.raises(SessionFileError):
             await read_file(caches, target, each(tail_of(pieces)[:2]))
@@ -320,20 +320,20 @@ AFTER_DISCARDS = Lineage(b"x" * 16, STEP + 4)
 
 
 def with_lineage(pieces, lineage=AFTER_DISCARDS):
-    """The same file of tokens that were computed after discards, behind the first ones."""
+    """Return the same file, with tokens computed after discards behind the first ones."""
     return [header_bytes(FileHeader(KEY, LAYOUT, lineage, "0", 0.0)), *pieces[1:]]
 
 
 def num_loaded(cache, lineage):
-    """How much of the session a load is granted that names a lineage."""
+    """Return how many tokens a load is granted that names a lineage."""
     answer = cache.act(lambda core: core.loads.prepare(KEY, encode(TOKENS), 0, 1, lineage=lineage))
     if answer.lease_id:
         cache.act(lambda core: core.loads.complete(answer.lease_id, 1))
     return answer.end_token if answer.lease_id else 0
 
 
-async def test_what_comes_of_a_session_with_discards_is_of_its_lineage(tmp_path):
-    """Only whoever names it is given what was computed after them; the next time the rest comes."""
+async def test_an_arrived_part_with_discards_is_found_by_its_lineage(tmp_path):
+    """Only a load that names it gets the tokens behind them; the next import adds the rest."""
     pieces = with_lineage(await file_of(tmp_path))
     clean = AFTER_DISCARDS.clean_tokens
     here = clean + 2 * STEP  # blocks that are whole behind the clean tokens
@@ -350,8 +350,8 @@ async def test_what_comes_of_a_session_with_discards_is_of_its_lineage(tmp_path)
         cache.act(lambda core: core.check())
 
 
-async def test_a_file_that_finds_no_room_leaves_what_is_sound(tmp_path):
-    """More than the tiers have: what is served of it is of its first tokens."""
+async def test_a_file_without_room_leaves_its_sound_part(tmp_path):
+    """It is larger than the tiers: what is served are its first tokens."""
     pieces = await file_of(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)

@@ -1,4 +1,4 @@
-"""Imports: a session comes whole or not at all, under the name that it is given."""
+"""Imports: a session is imported completely or not at all, under the given name."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from kvd.session_files.slot_runs import SlotRuns
 from kvd.session_files.target import Target
 from kvd.session_files.transfers import read_file
 from shared.access.identity import TenantDeniedError
-from tests.kvd.caches.opened import LAYOUT, caches_in, store
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in, store
 from tests.synthetic_engine import encode, key_of, small_layout
 
 AS_IT_IS = Target("", "", replaces=False, may_add_layout=False)
 
 
-async def exported(caches, key):
-    """The bytes of a session's file."""
+async def export_bytes(caches, key):
+    """Return the bytes of a session's file."""
     pieces = Exporter(caches, key).pieces(prefix=False)
     return b"".join([bytes(piece.data) async for piece in pieces])
 
@@ -30,7 +30,7 @@ async def in_pieces(file, num_bytes=100):
 
 
 def rows_of(cache, key):
-    """The rows of a session's only block; what is between layers in its slot is not of them."""
+    """Return the rows of a session's only block, without the slot's gaps between layers."""
     (block,) = cache.act(lambda core: core.inspection.describe(key)).blocks
     slot_id = cache.act(lambda core: core._state.blocks[block.key].slot_id)
     return b"".join(
@@ -43,7 +43,7 @@ def keys_of(cache):
 
 
 async def file_of_one(directory):
-    """A file with one session; its rows are not all zero."""
+    """Make a file with one session; its rows are not all zero."""
     async with caches_in(directory) as caches:
         cache, arena = await caches.open(LAYOUT)
         key, tokens = key_of("a"), range(16)
@@ -56,11 +56,11 @@ async def file_of_one(directory):
         slot = arena.slots.slot(block.slot_id)
         slot[:] = bytes(number % 251 for number in range(len(slot)))
         cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
-        return await exported(caches, key), rows_of(cache, key)
+        return await export_bytes(caches, key), rows_of(cache, key)
 
 
-async def test_a_session_comes_with_every_row(tmp_path):
-    """Whatever the pieces that its file comes in."""
+async def test_a_session_is_imported_with_every_row(tmp_path):
+    """Whatever the pieces of its file."""
     file, rows = await file_of_one(tmp_path)
     for number, num_bytes in enumerate((1000, 7, len(file))):
         async with caches_in(tmp_path / str(number)) as caches:
@@ -72,7 +72,7 @@ async def test_a_session_comes_with_every_row(tmp_path):
 
 
 async def test_a_session_may_get_another_name_and_tenant(tmp_path):
-    """Its blocks are then another tenant's, who shares none."""
+    """Its blocks then belong to the other tenant, which shares none."""
     file, rows = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -98,8 +98,8 @@ async def test_a_file_that_ends_early_leaves_nothing(tmp_path, share):
         assert not cache.act(lambda core: core.inspection.leases())
 
 
-async def test_a_flipped_bit_is_found(tmp_path):
-    """Wherever it is: nothing wrong is ever served."""
+async def test_a_flipped_bit_is_detected(tmp_path):
+    """Wherever it is: no wrong byte is ever served."""
     file, _ = await file_of_one(tmp_path)
     for position in range(0, len(file), len(file) // 12):
         damaged = bytearray(file)
@@ -111,8 +111,8 @@ async def test_a_flipped_bit_is_found(tmp_path):
             assert not keys_of(cache)
 
 
-async def test_a_session_of_that_name_is_replaced_only_if_that_is_said(tmp_path):
-    """It is gone then, at once with the coming of the other."""
+async def test_an_existing_session_is_replaced_only_on_request(tmp_path):
+    """Both changes take effect at once."""
     file, rows = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -126,7 +126,7 @@ async def test_a_session_of_that_name_is_replaced_only_if_that_is_said(tmp_path)
 
 
 def store_part(cache, first_token=0):
-    """Have half of a session's only block; returns its key."""
+    """Store half of a session's only block; return its key."""
     key, tokens = key_of("a"), encode(range(first_token, first_token + 8))
     answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
     cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
@@ -138,7 +138,7 @@ UP_TO_8 = replace(AS_IT_IS, replaces_up_to=8)
 
 @pytest.mark.parametrize("first_token", [0, 100])
 async def test_a_shorter_part_becomes_the_session(tmp_path, first_token):
-    """Be it of these tokens; what was set for it stays, and it is never gone."""
+    """If it has the same tokens; its settings stay, and it is never missing."""
     file, rows = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -154,8 +154,8 @@ async def test_a_shorter_part_becomes_the_session(tmp_path, first_token):
         cache.act(lambda core: core.check())
 
 
-async def test_a_part_that_is_longer_by_now_stays(tmp_path):
-    """Than it was said to be, or as long as the file's; so does one that is in use."""
+async def test_a_part_that_has_grown_stays(tmp_path):
+    """Beyond the announced length, or to the file's; so does one in use."""
     file, _ = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         cache, _ = await caches.open(LAYOUT)
@@ -175,8 +175,8 @@ async def test_a_part_that_is_longer_by_now_stays(tmp_path):
         assert not cache.act(lambda core: core.inspection.leases())
 
 
-async def test_a_layout_that_kvd_does_not_know_is_added_only_if_that_is_said(tmp_path):
-    """And by who may speak for every tenant: it takes memory from all."""
+async def test_an_unknown_layout_is_added_only_on_request(tmp_path):
+    """And by callers of all tenants only: it takes memory from all."""
     file, rows = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:
         await caches.open(small_layout(num_layers=3))
@@ -191,7 +191,7 @@ async def test_a_layout_that_kvd_does_not_know_is_added_only_if_that_is_said(tmp
         assert rows_of(cache, key) == rows
 
 
-async def test_nobody_imports_into_a_tenant_that_is_not_theirs(tmp_path):
+async def test_an_import_into_another_tenant_is_refused(tmp_path):
     """The file's tenant counts where none is named."""
     file, _ = await file_of_one(tmp_path)
     async with caches_in(tmp_path / "other") as caches:

@@ -1,4 +1,4 @@
-"""Rows go between slots and session files unchanged."""
+"""Rows are copied unchanged between slots and session files."""
 
 from kvd.session_files.file_format import row_bytes
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
@@ -8,7 +8,7 @@ LAYOUT = small_layout()
 ROW = sum(row_bytes(LAYOUT))
 
 
-def test_rows_come_back_to_their_places():
+def test_rows_round_trip():
     """Rows of a slot, through frames, into other slots at other places."""
     runs = SlotRuns.of_tokens(LAYOUT)
     slot = memoryview(bytearray(range(256)) * (LAYOUT.block_bytes // 256))
@@ -16,7 +16,7 @@ def test_rows_come_back_to_their_places():
     lent = memoryview(bytearray(b"".join(runs.read(slot, 5, 4))))
     buffer.add(lent, 4)
     buffer.keep()
-    lent[:] = bytes(len(lent))  # nobody's rows any more
+    lent[:] = bytes(len(lent))  # rows of no session any more
     buffer.add(memoryview(b"".join(runs.read(slot, 9, 7))), 7)
     assert (buffer.num_tokens, buffer.num_bytes) == (11, 11 * ROW)
     buffer.drop(2)
@@ -26,7 +26,7 @@ def test_rows_come_back_to_their_places():
     assert list(map(bytes, runs.read(other, 0, 8))) == list(map(bytes, runs.read(slot, 8, 8)))
 
 
-def test_rows_of_windows_go_to_their_parts():
+def test_rows_of_windows_are_copied_to_their_parts():
     """Some of the rows of one part, into another slot from any row on; the rest stays."""
     layout = layout_with_windows()
     runs = SlotRuns.of_windows(layout)

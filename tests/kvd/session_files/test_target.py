@@ -1,10 +1,10 @@
-"""Names of sessions that are being imported are told from all others."""
+"""Names of sessions that are being imported differ from all others."""
 
 from kvd.session_files.target import is_unfinished, unfinished_name
 
 
-def test_a_name_of_its_own():
-    """Each is another, and no one else's."""
+def test_import_names_are_unique():
+    """No two are equal, and no session has one."""
     names = {unfinished_name() for _ in range(3)}
     assert len(names) == 3
     assert all(map(is_unfinished, names))

@@ -1,4 +1,4 @@
-"""The token ids of what is pushed: of every frame, or none."""
+"""The token ids of a pushed session: of every frame, or none."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ HEADER = header_bytes(FileHeader(key_of("a"), LAYOUT, WHOLE, "0", 0.0))
 
 
 def frame(offset, num_tokens):
-    """One of so many tokens, whose rows look like other frames."""
+    """Make a frame of so many tokens, with misleading bytes in its rows."""
     tokens = range(offset, offset + num_tokens)
     return frame_bytes(
         offset, encode(tokens), [b"\1\0\0\0" * (num_tokens * n // 4) for n in row_bytes(LAYOUT)]
@@ -31,7 +31,7 @@ def frame(offset, num_tokens):
 
 @few(50)
 @given(st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=4), max_size=4))
-def test_of_all_frames_of_all_chunks(chunks):
+def test_token_ids_of_all_chunks_are_found(chunks):
     """However these are cut; a chunk may come in any kind of memory."""
     found, offset = TokenIds(HEADER), 0
     for number, lengths in enumerate(chunks):
@@ -43,8 +43,8 @@ def test_of_all_frames_of_all_chunks(chunks):
     assert found.found == encode(range(offset))
 
 
-def test_what_is_sealed_tells_none():
-    """Nor does what has more than tokens, be it not there yet."""
+def test_sealed_sessions_give_no_token_ids():
+    """Nor do files with more than tokens, even before that part arrives."""
     found = TokenIds(HEADER)
     found.add(ChunkSealer(bytes(32), "default", HEADER).seal(frame(0, 4)))
     assert found.found == b""

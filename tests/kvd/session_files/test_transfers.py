@@ -1,4 +1,4 @@
-"""A transfer waits for its caller, but not for ever."""
+"""A transfer waits for its caller for a bounded time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,8 +9,8 @@ from kvd.errors import StalledTransferError
 from kvd.session_files.transfers import with_timeout
 
 
-async def test_who_falls_silent_is_given_up():
-    """The next message has its time; what comes in time is passed on."""
+async def test_a_silent_caller_is_given_up():
+    """The next message has a time limit; those in time are passed on."""
 
     async def messages() -> AsyncIterator[int]:
         yield 1

@@ -10,7 +10,7 @@ EXTENT = SHAPE.full_bytes
 
 
 class Failing(NoFaults):
-    """Fails with an errno: reads, writes, or reaching a write point; of one extent or all."""
+    """Raises an errno at reads, writes or a write point; for one extent or all."""
 
     def __init__(self, number, *, read=False, write=False, point=None, extent=None):
         self.number, self.read, self.write = number, read, write

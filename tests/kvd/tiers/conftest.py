@@ -9,7 +9,7 @@ from tests.kvd.tiers.disk import Disk
 
 @pytest.fixture
 def disk(tmp_path):
-    """Volumes in an empty directory."""
+    """Return volumes in an empty directory."""
     made = Disk(tmp_path)
     yield made
     made.close()
@@ -17,7 +17,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def make(tmp_path):
-    """Opens the index of an empty directory; again, as a next start does."""
+    """Return a function that opens the index of a directory, repeatedly, as each start does."""
     made = []
 
     def manifest(faults=None):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TENANT = "t"
 
-# Slices of 1, 0, 10 and 2 sectors; the last one fills its padding to the byte.
+# Slices of 1, 0, 10 and 2 sectors; the last one fills its padding completely.
 LAYOUT = KVLayout(
     "ab" * 16,
     (
@@ -35,7 +35,7 @@ LAYOUT = KVLayout(
 
 
 def new_slot(layout: KVLayout = LAYOUT) -> memoryview:
-    """A zeroed slot, aligned as in an arena."""
+    """Make a zeroed slot, aligned as in an arena."""
     return memoryview(mmap.mmap(-1, layout.block_bytes))
 
 
@@ -46,7 +46,7 @@ def random_slot(layout: KVLayout = LAYOUT) -> memoryview:
 
 
 class Block:
-    """A block in a slot: what is written, and what a read must bring."""
+    """A block in a slot: the written bytes, which a read must return."""
 
     def __init__(self, num_tokens: int = 16, layout: KVLayout = LAYOUT) -> None:
         self.key = os.urandom(16)
@@ -57,27 +57,27 @@ class Block:
         self.stored = StoredBlock(os.urandom(4 * num_tokens), checksums)
 
     def at(self, extent: int) -> ToWrite:
-        """The block on its way to an extent."""
+        """Return the action that writes the block to an extent."""
         return ToWrite(extent, self.key, self.num_tokens, self.stored, self.slot, TENANT)
 
     def is_in(self, slot: memoryview) -> bool:
-        """Whether another slot's used bytes are this block's."""
+        """Return whether another slot's used bytes are this block's."""
         return self.hasher.matches(slot, self.num_tokens, self.stored.checksums)
 
 
 class Disk:
-    """Makes volumes in one directory, and moves blocks to and from them in this thread."""
+    """Opens volumes in one directory, and moves blocks to and from them in this thread."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.staging = Staging()
         self.made: list[SegmentVolume] = []
-        self.keys: Keyring | None = None  # of the volumes that follow
+        self.keys: Keyring | None = None  # faults of the next volumes
 
     def volume(
         self, total_bytes=None, extents_per_segment=3, direct="auto", faults=None, layout=LAYOUT
     ) -> SegmentVolume:
-        """Close the last volume and open its successor."""
+        """Close the last volume and open the next one on the same files."""
         self.close()
         budget = SpaceBudget(total_bytes, 0, self.directory)
         faults = faults or NoFaults()
@@ -96,7 +96,7 @@ class Disk:
         return volume.sync([volume.write([block.at(extent)], self.staging)])[0]
 
     def read(self, extent: int, block: Block, slot: memoryview | None, *, layered=False):
-        """Outcome of the read's groups, one after the other, and what the header says."""
+        """Read group by group; return the outcome, and the header's contents."""
         read = self.made[-1].plan_read(extent, block.key, block.num_tokens, slot, layered=layered)
         for index in range(len(read.groups)):
             outcome = read.run(index, self.staging)
@@ -105,7 +105,7 @@ class Disk:
         return outcome, read.stored
 
     def segments(self) -> dict[str, int]:
-        """Size of each file in the volume's directory, but the one with its id."""
+        """Return the size of each file in the volume's directory, except the one with its id."""
         files = (path for path in (self.directory / "v").iterdir() if path.name != ID_NAME)
         return {path.name: path.stat().st_size for path in files}
 

@@ -1,4 +1,4 @@
-"""Indexes of a small layout, and what tests put into them."""
+"""Indexes of a small layout, and rows that tests put into them."""
 
 import struct
 from dataclasses import replace
@@ -17,7 +17,7 @@ BLOCK = BlockRecord(b"k" * 16, extent=1 << 40, num_tokens=16)
 
 
 def ignore():
-    """Nobody waits for this commit."""
+    """Ignore a commit."""
 
 
 def new_layouts(manifest, *layouts):
@@ -36,7 +36,7 @@ def fill(manifest):
 
 
 def rows_of(manifest, layout=LAYOUT):
-    """(blocks, sessions) as records."""
+    """Return (blocks, sessions) as records."""
     rows = manifest.rows(layout)
     keys = [rows.block_keys[start : start + 16] for start in range(0, len(rows.block_keys), 16)]
     fields = zip(keys, rows.extents, rows.block_tokens, strict=True)

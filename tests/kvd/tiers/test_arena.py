@@ -34,7 +34,7 @@ def arena(tmp_path):
 
 
 def test_the_arena_cannot_be_resized(arena):
-    """An engine that holds the descriptor can neither shrink nor grow it, nor undo that."""
+    """An engine with the descriptor can neither shrink nor grow it, nor remove the seals."""
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
@@ -42,7 +42,7 @@ def test_the_arena_cannot_be_resized(arena):
 
 @pytest.mark.parametrize("hugepages", ["auto", "off"])
 def test_prefault_allocates_everything_and_keeps_contents(tmp_path, hugepages):
-    """All pages are there afterwards, and what was written before still is."""
+    """All pages exist afterwards, and earlier contents stay."""
     arena = store_of(tmp_path, hugepages=hugepages).create(LAYOUT, 3)
     assert arena.physical_bytes() == 0 or arena.pages == "hugetlb"
     arena.slots.slot(1)[:3] = b"abc"
@@ -53,15 +53,15 @@ def test_prefault_allocates_everything_and_keeps_contents(tmp_path, hugepages):
 
 
 def test_prefault_works_on_an_older_kernel(arena, monkeypatch):
-    """One that does not know MADV_POPULATE_WRITE: 99 stands for what it does not know."""
+    """It does not know MADV_POPULATE_WRITE, simulated by an advice of 99."""
     monkeypatch.setattr(page_advice, "MADV_POPULATE_WRITE", 99)
     assert arena.prefault() == arena.num_bytes
     assert os.fstat(arena.fd).st_blocks * 512 >= 3 * LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("is_older", [False, True], ids=["this kernel", "an older one"])
-def test_prefault_ends_where_there_is_no_memory(tmp_path, monkeypatch, is_older):
-    """It says how far it came: nowhere in a file that ends too early, and may not grow."""
+def test_prefault_stops_where_there_is_no_memory(tmp_path, monkeypatch, is_older):
+    """It returns how far it came: in a file that ends too early, and may not grow."""
     if is_older:
         monkeypatch.setattr(page_advice, "MADV_POPULATE_WRITE", 99)
     arena = store_of(tmp_path, keep="file", directory=tmp_path).create(LAYOUT, 3)
@@ -82,7 +82,7 @@ def test_prefault_stops_on_close(arena):
 
 
 def test_sizes():
-    """As configured, or a share of what is free; fewer than two blocks are refused."""
+    """As configured, or a share of the free memory; fewer than two blocks are refused."""
     assert dram_bytes(4096) == 4096
     assert dram_bytes(None) > 0
     assert num_slots_for(8192 * 3 + 1, 8192) == 3
@@ -90,22 +90,22 @@ def test_sizes():
         num_slots_for(8192, 8192)
 
 
-def test_huge_pages_that_are_not_there(tmp_path):
-    """More than the machine can have free: "auto" goes without, "on" says what to do."""
+def test_missing_huge_pages(tmp_path):
+    """More than the machine can have free: "auto" works without, "on" names the remedy."""
     num_slots = (1 << 42) // HUGE_LAYOUT.block_bytes  # 4 TiB, of which no page is touched
     with pytest.raises(HugepagesUnavailableError, match=r"vm\.nr_hugepages"):
         store_of(tmp_path, hugepages="on").create(HUGE_LAYOUT, num_slots)
     arena = store_of(tmp_path, hugepages="auto").create(HUGE_LAYOUT, num_slots)
-    assert not arena.pages  # as long as none is there
+    assert not arena.pages  # while there is none
     arena.close()
 
 
 @pytest.mark.parametrize("keep", ["none", "file"])
-def test_pages_are_what_the_kernel_shows(tmp_path, keep):
-    """Transparent huge pages were asked for: whether there are any is known when they are taken."""
+def test_pages_are_those_that_the_kernel_reports(tmp_path, keep):
+    """Transparent huge pages were requested: whether there are any shows after the allocation."""
     options = {"keep": keep, "directory": Path("/dev/shm"), "hugepages": "auto"}  # noqa: S108
     arena = store_of(tmp_path, **options).create(small_layout(), 1024)
-    if arena.pages != "hugetlb":  # no pool of them on this machine
+    if arena.pages != "hugetlb":  # this machine has no pool of them
         assert not arena.pages
         arena.prefault()
         shown = page_advice.huge_bytes(arena.slots.memory)
@@ -117,7 +117,7 @@ def test_pages_are_what_the_kernel_shows(tmp_path, keep):
 
 @pytest.mark.skipif(workspace.private_huge_pages() == "never", reason="the kernel gives none")
 def test_huge_pages_are_counted_in_their_own_mapping():
-    """Private memory may have some where shared memory has none; a neighbour's do not count."""
+    """Private memory may have some where shared memory has none; others' mappings do not count."""
     private = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     shared = mmap.mmap(-1, 1 << 20, mmap.MAP_SHARED)
     with private, shared, memoryview(private) as memory, memoryview(shared) as neighbour:
@@ -131,7 +131,7 @@ def test_huge_pages_are_counted_in_their_own_mapping():
 
 
 def test_files_cannot_promise_huge_pages(tmp_path):
-    """Their pages are of their file system: "on" is refused instead of being without effect."""
+    """Their pages belong to their file system: "on" is refused instead of ignored."""
     store = store_of(tmp_path, hugepages="on", keep="file", directory=tmp_path)
     with pytest.raises(HugepagesUnavailableError, match=r"dram\.keep"):
         store.create(LAYOUT, 3)
@@ -142,8 +142,8 @@ def _free_huge_pages():
 
 
 @pytest.mark.skipif(_free_huge_pages() < 4, reason="no huge pages are reserved on this machine")
-def test_huge_pages_that_are_there(tmp_path):
-    """They are reserved, sealed, and given back at the end."""
+def test_available_huge_pages(tmp_path):
+    """They are reserved, sealed, and freed at the end."""
     before = _free_huge_pages()
     arena = store_of(tmp_path, hugepages="on").create(LAYOUT, 200)
     assert arena.pages == "hugetlb"
@@ -157,21 +157,21 @@ def test_huge_pages_that_are_there(tmp_path):
 
 @pytest.mark.parametrize("node", [0, 1023, 5000])
 def test_a_numa_node_costs_a_warning_at_most(tmp_path, node):
-    """Whether there is such a node or not, the arena works."""
+    """Whether the node exists or not, the arena works."""
     arena = store_of(tmp_path, numa_node=node).create(LAYOUT, 3)
     assert arena.prefault() == arena.num_bytes
     arena.close()
 
 
-def test_the_node_that_exists_is_bound(arena):
+def test_an_existing_node_is_bound(arena):
     """Every machine has node 0, and none has node 1023."""
     page_advice.bind_to_node(arena.slots.memory, 0)
     with pytest.raises(OSError, match="Invalid"):
         page_advice.bind_to_node(arena.slots.memory, 1023)
 
 
-def test_where_dram_is_kept():
-    """In the fd store under systemd, else as files, unless strangers could truncate them."""
+def test_where_dram_is_kept_over_restarts():
+    """In the fd store under systemd, otherwise in files, unless other users could truncate them."""
     systemd, none = {"NOTIFY_SOCKET": "/run/x"}, {}
     assert resolve_keep("auto", (), systemd) == "fdstore"
     assert resolve_keep("auto", (12345,), systemd) == "fdstore"
@@ -181,14 +181,14 @@ def test_where_dram_is_kept():
     assert resolve_keep("file", (12345,), systemd) == "file"
 
 
-def test_a_size_that_is_not_said_is_a_part_of_the_machines():
-    """Some of what is available; what is said is taken."""
+def test_auto_takes_a_share_of_the_available_memory():
+    """An explicit size is used as given."""
     assert 0 < dram_bytes(None) <= psutil.virtual_memory().total * AUTO_FRACTION
     assert dram_bytes(12345) == 12345
 
 
-def test_a_file_that_cannot_get_its_size_leaves_nothing(tmp_path):
-    """Neither a descriptor nor a file: the arena is made elsewhere then."""
+def test_a_file_that_cannot_be_sized_leaves_nothing(tmp_path):
+    """Neither a descriptor nor a file: the arena is created elsewhere then."""
     backing = DirectoryBacking(tmp_path, tmp_path / "state", NoFaults())
     assert backing.kept_bytes() == 0
     num_open = psutil.Process().num_fds()
@@ -209,16 +209,16 @@ def test_a_file_that_cannot_get_its_size_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("node", [0, 1, 63, 64, 70, 128, 1023])
-def test_a_node_is_one_bit_of_a_thousand(node):
-    """In the order in which the kernel has them."""
+def test_a_node_is_one_bit_of_a_mask(node):
+    """In the kernel's order."""
     bits = int.from_bytes(bytes(page_advice.node_mask(node)), "little")
     assert bits == 1 << node
     assert len(bytes(page_advice.node_mask(node))) == 128
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o701])
-def test_a_directory_that_others_may_use_is_refused(tmp_path, mode):
-    """And no descriptor of it is kept; one of our own is made with those above it."""
+def test_a_directory_open_to_others_is_refused(tmp_path, mode):
+    """No descriptor of it is kept; a missing directory is created with its parents."""
     path = tmp_path / "above" / "own"
     os.close(private_directory(path))
     assert path.stat().st_mode & 0o777 == 0o700
@@ -230,7 +230,7 @@ def test_a_directory_that_others_may_use_is_refused(tmp_path, mode):
 
 
 def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
-    """Whoever made it could point it elsewhere later."""
+    """Its owner could redirect it later."""
     (tmp_path / "own").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "own")
     (tmp_path / "file").touch(mode=0o600)
@@ -239,8 +239,8 @@ def test_a_directory_that_is_a_link_or_a_file_is_refused(tmp_path):
             private_directory(tmp_path / name)
 
 
-def test_what_the_kernel_refuses_is_raised():
-    """Memory that begins amid a page cannot be allocated beforehand."""
+def test_errors_of_the_kernel_are_raised():
+    """Memory that begins within a page cannot be allocated in advance."""
     memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
     page_advice.populate(memory)
     with pytest.raises(OSError, match="Invalid argument"):

@@ -1,4 +1,4 @@
-"""Arenas that outlive their kvd: found again, adopted with what they hold, or removed."""
+"""Arenas that outlive their kvd: found again, adopted with their contents, or removed."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def store(options, tmp_path):
 
 @pytest.fixture
 def files(options):
-    """Paths of what is kept right now."""
+    """Return the paths of the present files."""
 
     def found():
         return sorted(path for path in options.directory.rglob("*") if path.is_file())
@@ -54,7 +54,7 @@ def files(options):
     return found
 
 
-def kept_arena(store, layout=LAYOUT):
+def make_kept_arena(store, layout=LAYOUT):
     """Make an arena with a record and some bytes, and end as a kvd does that is restarted."""
     arena = store.create(layout, 4)
     arena.slots.slot(1)[:5] = b"bytes"
@@ -66,8 +66,8 @@ def kept_arena(store, layout=LAYOUT):
 
 
 def test_a_kept_arena_is_adopted(store, files):
-    """Same id, same bytes, its records, a new epoch; nobody else may read the files."""
-    arena_id, epoch = kept_arena(store)
+    """Same id, same bytes, its records, a new epoch; no other user may read the files."""
+    arena_id, epoch = make_kept_arena(store)
     assert [path.stat().st_mode & 0o777 for path in files()] == [0o600, 0o600]
     assert files()[0].parent.stat().st_mode & 0o777 == 0o700
     kept = store.find()[LAYOUT.fingerprint]
@@ -84,9 +84,9 @@ def test_a_kept_arena_is_adopted(store, files):
     assert not files()
 
 
-def test_a_new_arena_takes_the_place_of_one_that_nobody_adopted(store, files):
-    """It is kept as well; no page of its journal is missing later."""
-    arena_id, _ = kept_arena(store)
+def test_a_new_arena_replaces_one_that_was_not_adopted(store, files):
+    """It is kept as well; every page of its journal exists later."""
+    arena_id, _ = make_kept_arena(store)
     before = files()
     arena = store.create(LAYOUT, 4)
     assert arena.arena_id != arena_id
@@ -104,11 +104,11 @@ def test_an_arena_that_is_not_kept_leaves_nothing(store, files, options):
     assert not store.find()
 
 
-def test_descriptors_and_mappings_are_given_back(store):
-    """However often an arena is made, kept, adopted, discarded."""
+def test_descriptors_and_mappings_are_released(store):
+    """However often an arena is created, kept, adopted, discarded."""
 
     def cycle():
-        kept_arena(store)
+        make_kept_arena(store)
         store.adopt(LAYOUT, store.find()[LAYOUT.fingerprint]).arena.close(keep=True)
         store.discard(store.find()[LAYOUT.fingerprint], "a test")
 
@@ -165,9 +165,9 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("name", SPOILS)
-def test_what_does_not_fit_is_removed_with_its_reason(store, files, name):
-    """One log line says why, and no memory stays behind."""
-    kept_arena(store)
+def test_an_unsuitable_arena_is_removed_with_its_reason(store, files, name):
+    """One log line has the reason, and no memory stays behind."""
+    make_kept_arena(store)
     part, spoil, reason = SPOILS[name]
     (path,) = [path for path in files() if path.suffix == f".{part}"]
     spoil(path)
@@ -180,37 +180,37 @@ def test_what_does_not_fit_is_removed_with_its_reason(store, files, name):
     store.create(LAYOUT, 4).close()
 
 
-def test_another_layout_another_size_another_boot_are_refused(store, files, options, tmp_path):
-    """What the header says must be what this kvd would have written."""
-    kept_arena(store)
+def test_arenas_of_another_layout_size_or_boot_are_refused(store, files, options, tmp_path):
+    """The header must have the values that this kvd would write."""
+    make_kept_arena(store)
     kept = store.find()[LAYOUT.fingerprint]
     assert store.adopt(small_layout(num_layers=3), kept) is None
-    kept_arena(store)
+    make_kept_arena(store)
     rebooted = ArenaStore(options, tmp_path / "state", num_words=4)
     rebooted._boot_id = "00000000-0000-4000-8000-000000000000"
     assert rebooted.adopt(LAYOUT, rebooted.find()[LAYOUT.fingerprint]) is None
     assert not files()
 
 
-def test_files_are_removed_when_they_are_not_kept_any_more(store, files, options, tmp_path):
-    """After a change of dram.keep nobody has to look for leaked memory."""
-    kept_arena(store)
+def test_files_are_removed_when_dram_is_not_kept_any_more(store, files, options, tmp_path):
+    """After a change of dram.keep no memory is leaked."""
+    make_kept_arena(store)
     none = ArenaStore(ArenaOptions("none", options.directory), tmp_path / "state", num_words=4)
     assert none.find() == {}
     assert not files()
 
 
-def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_path):
+def test_the_directory_of_kept_arenas_is_created_with_its_parents(options, tmp_path):
     """It is given nothing but the place."""
     options = replace(options, directory=tmp_path / "run" / "kvd" / "shm")
-    kept_arena(ArenaStore(options, tmp_path / "state", num_words=4))
+    make_kept_arena(ArenaStore(options, tmp_path / "state", num_words=4))
     found = ArenaStore(options, tmp_path / "state", num_words=4).find()
     assert list(found) == [LAYOUT.fingerprint]
 
 
 @pytest.mark.parametrize("does_keep", [False, True])
-def test_what_systemd_does_not_take_is_reported(tmp_path, monkeypatch, does_keep):
-    """Its fd store may be full, or not allowed: a restart then begins without DRAM."""
+def test_a_failing_fd_store_is_reported(tmp_path, monkeypatch, does_keep):
+    """It may be full, or not allowed: a restart then begins without DRAM."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind(str(tmp_path / "notify"))
         name = "notify" if does_keep else "nobody"
@@ -220,7 +220,7 @@ def test_what_systemd_does_not_take_is_reported(tmp_path, monkeypatch, does_keep
     assert [line["event"] for line in logs] == ([] if does_keep else ["dram_not_kept"])
 
 
-def test_kept_memory_of_huge_pages_is_whole_ones():
+def test_kept_memory_consists_of_whole_huge_pages():
     """Its slots may be shorter by less than one."""
     try:
         fd = os.memfd_create("slots", os.MFD_HUGETLB)
@@ -236,7 +236,7 @@ def test_kept_memory_of_huge_pages_is_whole_ones():
 
 def test_state_directories_do_not_share_arenas(store, options, tmp_path):
     """Two kvds on one machine each find their own."""
-    kept_arena(store)
+    make_kept_arena(store)
     other = ArenaStore(options, tmp_path / "other", num_words=4)
     assert other.find() == {}
     assert list(store.find()) == [LAYOUT.fingerprint]
@@ -246,9 +246,9 @@ def _path_of(arena):
     return str(Path(f"/proc/self/fd/{arena.fd}").readlink())
 
 
-def test_a_directory_that_others_made_is_not_used(store, options, files):
+def test_a_directory_of_another_user_is_not_used(store, options, files):
     """kvd then works without keeping its DRAM, and touches nothing there."""
-    kept_arena(store)
+    make_kept_arena(store)
     directory = files()[0].parent
     directory.chmod(0o777)
     assert store.find() == {}
@@ -259,7 +259,7 @@ def test_a_directory_that_others_made_is_not_used(store, options, files):
 
 
 def test_a_directory_without_room_is_not_used(store):
-    """More than the file system has: a memfd is taken instead, of which no page is touched."""
+    """It is too small: a memfd is used instead, of which no page is touched."""
     arena = store.create(HUGE_LAYOUT, (1 << 42) // HUGE_LAYOUT.block_bytes)
     assert _path_of(arena).startswith("/memfd:")
     arena.close()
@@ -280,8 +280,8 @@ class FailAt(NoFaults):
 @pytest.mark.parametrize(
     "point", [WritePoint.ARENA_FILES, WritePoint.ARENA_HEADER, WritePoint.ARENA_KEPT]
 )
-def test_an_arena_that_cannot_be_made_leaves_nothing(options, tmp_path, files, keep, point):
-    """Neither files nor memory, whatever has been made of it."""
+def test_an_arena_that_cannot_be_created_leaves_nothing(options, tmp_path, files, keep, point):
+    """Neither files nor memory, at whichever step it fails."""
     failing = ArenaStore(replace(options, keep=keep), tmp_path / "state", 4, FailAt(point))
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="injected"):
@@ -289,8 +289,8 @@ def test_an_arena_that_cannot_be_made_leaves_nothing(options, tmp_path, files, k
     assert (psutil.Process().num_fds(), files()) == (before, [])
 
 
-def test_a_file_that_cannot_have_its_size_is_removed(tmp_path):
-    """The reason is raised, and neither a name nor a descriptor is left of it."""
+def test_a_file_that_cannot_be_sized_is_removed(tmp_path):
+    """The error has the reason, and neither a name nor a descriptor is left."""
     directory_fd = os.open(tmp_path, os.O_RDONLY)
     before = psutil.Process().num_fds()
     with pytest.raises(OSError, match="Invalid argument"):
@@ -299,11 +299,11 @@ def test_a_file_that_cannot_have_its_size_is_removed(tmp_path):
     os.close(directory_fd)
 
 
-def test_descriptors_in_the_store_are_known_by_their_names(monkeypatch):
-    """Others' are closed: nobody here would ever use them."""
+def test_descriptors_in_the_store_are_identified_by_name(monkeypatch):
+    """Unknown ones are closed: they would never be used."""
     ours = ["kvd-ab-slots", "kvd-ab-journal", "kvd-c-d-slots"]
     names = [*ours, "kvd-ab-words", "engine-ab-slots", "kvd--slots", "kvd-slots"]
-    first = 900  # where nothing is open
+    first = 900  # a number that no descriptor has
     monkeypatch.setattr(systemd, "FIRST_FD", first)
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     monkeypatch.setenv("LISTEN_FDS", str(len(names)))
@@ -332,10 +332,10 @@ class KillAt(NoFaults):
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_while_arenas_are_made_leaves_none_or_a_sound_one(
+def test_a_kill_while_arenas_are_created_leaves_none_or_a_sound_one(
     store, options, tmp_path, files, point
 ):
-    """The next kvd adopts it or removes it, and can make its own."""
+    """The next kvd adopts it or removes it, and can create its own."""
     child = os.fork()
     if child == 0:
         doomed = ArenaStore(options, tmp_path / "state", 4, KillAt(point))
@@ -369,7 +369,7 @@ input()
 
 
 def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
-    """SIGKILL of the process that made it, which never closed anything."""
+    """SIGKILL of the process that created it, which never closed anything."""
     process = subprocess.Popen(
         [sys.executable, "-c", LEAVING, str(options.directory), str(tmp_path / "state")],
         stdin=subprocess.PIPE,

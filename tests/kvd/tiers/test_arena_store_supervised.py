@@ -1,4 +1,4 @@
-"""Arenas that a supervisor holds while kvd is away, as systemd's fd store does."""
+"""Arenas that a supervisor keeps while kvd is down, as systemd's fd store does."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from tests.synthetic_engine import small_layout
 LAYOUT = small_layout()
 
 
-# One life of a kvd under a supervisor: takes its arena over or makes one, says what is in it.
+# One run of a kvd under a supervisor: adopts its arena or creates one, prints its contents.
 SUPERVISED = """
 import os, sys
 from pathlib import Path
@@ -50,7 +50,7 @@ class Supervisor:
         self.sock.setblocking(False)
 
     def listen(self):
-        """Take what was sent so far."""
+        """Receive what was sent so far."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self.sock, 1000, 4)
@@ -63,7 +63,7 @@ class Supervisor:
                 self.stored[lines["FDNAME"]] = fds[0]
 
     def start(self):
-        """Start a kvd; return it and the line it says."""
+        """Start a kvd; return it and its line of output."""
         names, fds = list(self.stored), list(self.stored.values())
 
         def announce():
@@ -110,7 +110,7 @@ def supervisor(tmp_path):
 
 
 def test_dram_survives_a_kill_under_a_supervisor(supervisor):
-    """Descriptors in its store, SIGKILL, a new process that finds its predecessor's bytes."""
+    """Descriptors are in the store; after SIGKILL a new process finds the old bytes."""
     first, (arena_id, epoch, content) = supervisor.start()
     assert content == "00000000"
     assert sorted(supervisor.stored) == [
@@ -131,7 +131,7 @@ def test_dram_survives_a_kill_under_a_supervisor(supervisor):
 
 
 def test_half_of_an_arena_in_the_store_is_removed(supervisor):
-    """The process makes a new one under the same names."""
+    """The process creates a new one under the same names."""
     first, (arena_id, _, _) = supervisor.start()
     first.kill()
     first.communicate()
@@ -151,8 +151,8 @@ def test_half_of_an_arena_in_the_store_is_removed(supervisor):
         pytest.param(fcntl.F_SEAL_SHRINK, False, id="may grow", marks=pytest.mark.long),
     ],
 )
-def test_memory_that_is_not_sealed_is_not_adopted(supervisor, seals, is_adopted):
-    """What an engine could truncate under us, although all else of it is right."""
+def test_unsealed_memory_is_not_adopted(supervisor, seals, is_adopted):
+    """An engine could truncate it, although everything else of it is right."""
     first, (arena_id, _, _) = supervisor.start()
     first.kill()
     first.communicate()
@@ -163,7 +163,7 @@ def test_memory_that_is_not_sealed_is_not_adopted(supervisor, seals, is_adopted)
         fcntl.fcntl(other, fcntl.F_ADD_SEALS, seals)
     os.close(supervisor.stored[slots])
     supervisor.stored[slots] = other
-    # The header names the memory of its slots, which is another one now: that alone would do.
+    # The header names the memory of its slots, which is another one now: that alone would suffice.
     header = unpack_header(os.pread(supervisor.stored[journal], HEADER_BYTES, 0))
     header = replace(header, slots_inode=os.fstat(other).st_ino)
     written = Journal(supervisor.stored[journal], LAYOUT, header.num_slots, NoFaults())

@@ -1,4 +1,4 @@
-"""Whole transfers, however little the kernel does at a time."""
+"""Transfers are complete, however little the kernel does at a time."""
 
 import ctypes
 import errno
@@ -26,7 +26,7 @@ def _buffers(content=b""):
     return views
 
 
-def _joined(buffers):
+def _join(buffers):
     return b"".join(map(bytes, buffers))
 
 
@@ -54,28 +54,28 @@ def test_short_transfers_are_continued(file, monkeypatch, step):
     direct_io.write_fully(file, _buffers(content), SECTOR_BYTES)
     found = _buffers()
     assert direct_io.read_fully(file, found, SECTOR_BYTES)
-    assert _joined(found) == content
+    assert _join(found) == content
 
 
 @pytest.mark.parametrize("missing", [1, SECTOR_BYTES, 4 * SECTOR_BYTES + 1])
-def test_the_end_of_a_file_is_seen(file, missing):
-    """Fewer bytes than asked for are not enough, wherever the file ends."""
+def test_the_end_of_a_file_is_detected(file, missing):
+    """Fewer bytes than requested are not enough, wherever the file ends."""
     os.ftruncate(file, sum(SIZES) - missing)
     assert not direct_io.read_fully(file, _buffers(), 0)
     os.ftruncate(file, sum(SIZES))
     assert direct_io.read_fully(file, _buffers(), 0)
 
 
-def test_a_device_that_takes_nothing_is_full(file, monkeypatch):
-    """A write of no bytes would otherwise be tried for ever."""
+def test_a_device_that_accepts_nothing_is_full(file, monkeypatch):
+    """A write of no bytes would otherwise be repeated for ever."""
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="No space") as caught:
         direct_io.write_fully(file, _buffers(), 0)
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_the_probe_leaves_nothing(tmp_path):
-    """It says the same each time; a directory that is not there has no direct I/O."""
+def test_the_probe_leaves_no_file(tmp_path):
+    """Its result is the same each time; a missing directory has no direct I/O."""
     before = psutil.Process().num_fds()
     first = direct_io.probe_direct(tmp_path)
     assert direct_io.probe_direct(tmp_path) is first
@@ -85,21 +85,21 @@ def test_the_probe_leaves_nothing(tmp_path):
 
 @given(st.lists(st.integers(0, 100), min_size=1), st.integers(1, 300))
 def test_groups_cover_all_layers(sizes, least):
-    """In order, each as large as asked for, unless all layers together are not."""
+    """In order, each of the requested size, unless all layers together are smaller."""
     groups = layer_groups(sizes, least)
     assert [layer for group in groups for layer in group] == list(range(len(sizes)))
     totals = [sum(sizes[layer] for layer in group) for group in groups]
     assert min(totals) >= least or len(groups) == 1
 
 
-def test_groups_are_as_small_as_may_be():
-    """What is asked for is not exceeded by a whole layer, but for what is left at the end."""
+def test_groups_are_as_small_as_allowed():
+    """They exceed the requested size by less than a layer, except for the rest at the end."""
     assert layer_groups([1, 1, 1, 1, 1], 2) == (range(2), range(2, 5))
     assert layer_groups([4, 4], float("inf")) == (range(2),)
 
 
-def test_the_probe_says_what_the_file_system_can(tmp_path):
-    """One that has a way past the page cache is not taken for one without."""
+def test_the_probe_reports_what_the_file_system_can(tmp_path):
+    """One with direct I/O is not mistaken for one without."""
     try:
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
@@ -112,18 +112,18 @@ def test_the_probe_says_what_the_file_system_can(tmp_path):
 
 @pytest.mark.parametrize(("number", "is_direct"), [(errno.ENOSPC, True), (errno.EINVAL, False)])
 def test_a_full_disk_says_nothing_about_direct_io(tmp_path, monkeypatch, number, is_direct):
-    """It is tried with the first block that finds room; other errors say that there is none."""
+    """It is tried with the first block that finds room; other errors mean that there is none."""
 
     def refuse(*_):
         raise OSError(number, "injected")
 
-    monkeypatch.setattr(direct_io, "set_direct", lambda *_, **__: None)  # any file system will do
+    monkeypatch.setattr(direct_io, "set_direct", lambda *_, **__: None)  # any file system
     monkeypatch.setattr(os, "pwritev", refuse)
     assert direct_io.probe_direct(tmp_path) is is_direct
 
 
 def test_staging_memory_grows_and_is_left_out_of_core_dumps():
-    """What is staged may be what somebody said; a smaller piece takes the same memory."""
+    """Staged rows may be secret; a smaller piece uses the same memory."""
     staging = direct_io.Staging()
     small = staging.take(SECTOR_BYTES)
     small[:] = b"x" * SECTOR_BYTES
@@ -142,7 +142,7 @@ def test_staging_memory_grows_and_is_left_out_of_core_dumps():
 
 
 def mapping_flags(address):
-    """The kernel's flags of the mapping that holds an address: "dd" is left out of dumps."""
+    """Return the kernel's flags of the mapping at an address: "dd" is left out of dumps."""
     holds = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         first, *rest = line.split()
@@ -154,8 +154,8 @@ def mapping_flags(address):
     raise AssertionError("no such mapping")
 
 
-def test_a_device_that_takes_less_than_a_sector_goes_on(file, monkeypatch):
-    """From where it was, since what it took is no whole sector."""
+def test_a_device_that_accepts_less_than_a_sector_continues(file, monkeypatch):
+    """The transfer continues at that place, which is no whole sector."""
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: write(fd, [views[0][:1000]], at))
     content = os.urandom(sum(SIZES))
@@ -163,4 +163,4 @@ def test_a_device_that_takes_less_than_a_sector_goes_on(file, monkeypatch):
     monkeypatch.undo()
     found = _buffers()
     assert direct_io.read_fully(file, found, SECTOR_BYTES)
-    assert _joined(found) == content
+    assert _join(found) == content

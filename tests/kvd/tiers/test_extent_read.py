@@ -1,4 +1,4 @@
-"""Reading extents: whatever is not what was written is CORRUPT, a device's error TRANSIENT."""
+"""Reading extents: changed bytes are CORRUPT, a device's error is TRANSIENT."""
 
 import errno
 import os
@@ -46,8 +46,8 @@ def test_a_flipped_bit_is_corrupt(disk, num_tokens):
     assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
 
 
-def test_padding_does_not_count(disk):
-    """What is neither used nor described may be anything."""
+def test_padding_is_not_checked(disk):
+    """Unused and undescribed bytes may have any value."""
     disk.volume(direct="off")
     block = Block(5)
     disk.write(0, block)
@@ -59,7 +59,7 @@ def test_padding_does_not_count(disk):
 
 
 def test_another_block_is_corrupt(disk):
-    """An extent that holds another key, or another length, is not the one looked for."""
+    """An extent with another key, or another length, is not the requested one."""
     disk.volume()
     block, other = Block(), Block()
     disk.write(0, block)
@@ -71,7 +71,7 @@ def test_another_block_is_corrupt(disk):
 
 
 def test_another_layout_is_corrupt(disk):
-    """The same sizes do not make it the same layout."""
+    """Equal sizes do not make it the same layout."""
     twin = KVLayout("cd" * 16, LAYOUT.layers, LAYOUT.block_tokens)
     disk.volume()
     block = Block()
@@ -82,8 +82,8 @@ def test_another_layout_is_corrupt(disk):
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
 @pytest.mark.parametrize("size", [0, 5, SHAPE.header_bytes, EXTENT - SECTOR_BYTES, EXTENT - 1])
-def test_missing_bytes_are_corrupt(disk, direct, size):
-    """A file that is too short does not hold the block; it is not deleted for it."""
+def test_a_short_file_is_corrupt(disk, direct, size):
+    """It does not have the block; it is not deleted for it."""
     disk.volume(direct=direct)
     block = Block()
     disk.write(0, block)
@@ -98,7 +98,7 @@ def test_missing_bytes_are_corrupt(disk, direct, size):
 
 
 def test_a_missing_file_is_corrupt(disk):
-    """And nothing else is the worse for it."""
+    """Other extents are not affected."""
     disk.volume()
     block, other = Block(), Block()
     disk.write(0, block)
@@ -113,7 +113,7 @@ def test_a_missing_file_is_corrupt(disk):
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), num_tokens=st.sampled_from([1, 5, 15, 16]))
 def test_altered_segments_never_pass(data, num_tokens):
-    """Whatever a segment holds: a read that is OK brought the bytes that were written."""
+    """With any contents of a segment a successful read returns the written bytes."""
     with tempfile.TemporaryDirectory() as directory:
         disk = Disk(Path(directory))
         disk.volume(direct="off")

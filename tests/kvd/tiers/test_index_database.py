@@ -1,4 +1,4 @@
-"""The index as a file: damaged, of another release, locked, or not to be opened."""
+"""The index as a file: damaged, of another release, locked, or impossible to open."""
 
 import sqlite3
 from dataclasses import replace
@@ -19,8 +19,8 @@ from tests.kvd.tiers.indexes import BLOCK, KEY, LAYOUT, SESSION, fill, rows_of
 from tests.sampled import examples
 
 
-def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
-    """Nothing is deleted: each damaged file gets a new name, and the start is empty."""
+def test_a_file_that_is_not_a_database_is_moved_aside(make, tmp_path):
+    """Nothing is deleted: each damaged file gets a new name, and kvd starts empty."""
     for number in (1, 2):
         (tmp_path / "manifest.db").write_bytes(b"junk" * 1000)
         manifest = make()
@@ -30,16 +30,16 @@ def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
         assert aside.read_bytes() == b"junk" * 1000
 
 
-def test_the_log_of_a_damaged_index_goes_with_it(make, tmp_path):
-    """The new one must not be taken for what it is the log of."""
+def test_the_log_of_a_damaged_index_is_moved_with_it(make, tmp_path):
+    """It must not be applied to the new one."""
     (tmp_path / "manifest.db").write_bytes(b"junk" * 1000)
     (tmp_path / "manifest.db-wal").write_bytes(b"log")
     assert make().layouts() == []
     assert (tmp_path / "manifest.db.corrupt-1-wal").read_bytes() == b"log"
 
 
-def test_another_release_may_explain_its_tables_otherwise(make, tmp_path):
-    """SQLite keeps the comments and blanks of a table's statement: they make no other table."""
+def test_another_release_may_format_its_tables_differently(make, tmp_path):
+    """SQLite keeps comments and blanks of a table's statement: they do not matter."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         db.execute("PRAGMA writable_schema = ON")
@@ -53,7 +53,7 @@ def test_another_release_may_explain_its_tables_otherwise(make, tmp_path):
 
 
 def test_foreign_tables_are_damage(make, tmp_path):
-    """A table whose columns are not ours cannot be used."""
+    """A table with other columns cannot be used."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         db.execute("ALTER TABLE blocks RENAME COLUMN extent TO eytent")
@@ -63,8 +63,8 @@ def test_foreign_tables_are_damage(make, tmp_path):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_flipped_bytes_never_end_the_start(tmp_path_factory, data):
-    """Whatever is flipped: the index opens, or says that it is newer; reading it does not fail."""
+def test_flipped_bytes_never_prevent_the_start(tmp_path_factory, data):
+    """The index opens, or reports a newer version; reading it does not fail."""
     directory = tmp_path_factory.mktemp("index")
     path = directory / "manifest.db"
     manifest = Manifest(path, directory / "volumes", NoFaults())
@@ -95,7 +95,7 @@ def _rows_or_none(manifest):
 
 
 class KilledBetween(NoFaults):
-    """Ends when an older index's volumes are renamed, and it is not."""
+    """Dies after an older index's volumes are renamed, before the index is."""
 
     def reach(self, point):
         if point is WritePoint.INDEX_SET_ASIDE:
@@ -104,7 +104,7 @@ class KilledBetween(NoFaults):
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a kill in between"])
 def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
-    """Its segments mean nothing to us: both are renamed, together, and the start is empty."""
+    """Its segments have another format: both are renamed, together, and kvd starts empty."""
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         db.execute("CREATE TABLE layouts (fingerprint TEXT)")
         db.execute("PRAGMA user_version = 1")
@@ -131,8 +131,8 @@ def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
         (4, ("retentions",)),
     ],
 )
-def test_an_older_schema_is_read(make, tmp_path, version, lacks):
-    """It lacks tables only; an index of it is taken over as it is, and they are added."""
+def test_an_older_schema_is_upgraded(make, tmp_path, version, lacks):
+    """It only lacks tables, which are added."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         for table in lacks:
@@ -164,8 +164,8 @@ def test_a_directory_that_is_not_there(tmp_path):
         Manifest(tmp_path / "nowhere" / "manifest.db", tmp_path / "volumes", NoFaults()).open()
 
 
-def test_a_database_that_cannot_be_opened_is_not_taken_for_a_damaged_one(make, tmp_path):
-    """Who is in SQLite's way may go; the rows stay where they are."""
+def test_a_locked_database_is_not_mistaken_for_a_damaged_one(make, tmp_path):
+    """The other process may go away; the rows stay where they are."""
     fill(make())
     in_the_way = tmp_path / "manifest.db-wal"
     in_the_way.mkdir()

@@ -1,4 +1,4 @@
-"""Rows of the index at the start: in columns, and what cannot be decoded left out."""
+"""Rows of the index at the start: in columns, without those that cannot be decoded."""
 
 import sqlite3
 from contextlib import closing
@@ -35,7 +35,7 @@ from tests.sampled import examples
     )
 )
 def test_columns_belong_together(tmp_path_factory, blocks):
-    """Whatever the keys: each comes with its own extent and length."""
+    """With any keys: each comes with its own extent and length."""
     directory = tmp_path_factory.mktemp("index")
     manifest = Manifest(directory / "manifest.db", directory / "volumes", NoFaults())
     manifest.open()
@@ -54,7 +54,7 @@ def test_columns_belong_together(tmp_path_factory, blocks):
 
 
 def test_rows_that_cannot_be_decoded_are_left_out(make, tmp_path):
-    """One damaged row costs itself, not the start; a layout's says so of itself."""
+    """One damaged row costs only itself, not the start; a layout's row reports the damage."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         db.execute("UPDATE blocks SET key = x'00'")
@@ -68,8 +68,8 @@ def test_rows_that_cannot_be_decoded_are_left_out(make, tmp_path):
 
 
 @pytest.mark.parametrize(("extent", "num_tokens"), [("x", 16), (1.5, 16), (None, 16), (None, None)])
-def test_a_block_whose_numbers_are_none_is_left_out(extent, num_tokens):
-    """Also where a damaged table hands it out: the blocks beside it keep their places."""
+def test_a_block_with_invalid_numbers_is_left_out(extent, num_tokens):
+    """Also from a damaged table: the blocks beside it keep their places."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.execute("CREATE TABLE blocks (layout, key, extent, num_tokens)")
         rows = [(1, bytes([7, n]) * 8, n, 16) for n in range(3)]
@@ -82,16 +82,16 @@ def test_a_block_whose_numbers_are_none_is_left_out(extent, num_tokens):
     assert (extents.tolist(), num_tokens.tolist()) == ([0, 2], [16, 16])
 
 
-def test_a_name_that_is_no_text_is_left_out(make, tmp_path):
-    """Bytes that are no UTF-8 do not end the start."""
+def test_a_name_that_is_not_text_is_left_out(make, tmp_path):
+    """Bytes that are not UTF-8 do not prevent the start."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         db.execute("UPDATE sessions SET session_id = CAST(x'61ff62' AS TEXT)")
     assert rows_of(make()) == ([BLOCK], [])
 
 
-def test_a_layout_goes_with_all_that_names_it(make):
-    """Made anew, it is another one: no row of the old one is its own, and no volume."""
+def test_a_layout_is_removed_with_everything_that_names_it(make):
+    """Created anew it is another one: it has no row of the old one, and no volume."""
     row = LayoutRow(LAYOUT.fingerprint, b"message", 5, "volume")
     fill(make())
     manifest = make()
@@ -111,8 +111,8 @@ def test_a_layout_goes_with_all_that_names_it(make):
     assert rows_of(make()) == ([], [SESSION])
 
 
-def test_a_layout_that_is_renamed_is_nobody_s(make):
-    """Its rows wait under the other name, and come with it."""
+def test_a_renamed_layout_belongs_to_none(make):
+    """Its rows wait under the other name, and come back with it."""
     fill(make())
     manifest = make()
     manifest.rename_layout(LAYOUT.fingerprint, OTHER.fingerprint)
@@ -126,7 +126,7 @@ def test_a_layout_that_is_renamed_is_nobody_s(make):
 
 @pytest.mark.parametrize("offset", [18, 19])
 def test_a_header_of_an_unknown_format_is_damage(make, tmp_path, offset):
-    """Be it for writing or for reading: SQLite would only refuse to write."""
+    """In the write version or the read version: SQLite would only refuse to write."""
     fill(make())
     with (tmp_path / "manifest.db").open("r+b") as file:
         file.seek(offset)

@@ -1,4 +1,4 @@
-"""The pool: who goes first, and who waits. Threads are held by events, never by time."""
+"""The pool: which job runs first, and which waits. Threads are held by events, never by time."""
 
 import mmap
 import threading
@@ -13,7 +13,7 @@ WAIT_S = 30
 
 
 class Gate:
-    """A job that tells when it runs, and runs until it is let go."""
+    """A job that signals its start, and runs until it is released."""
 
     def __init__(self):
         self.entered, self.proceed = threading.Event(), threading.Event()
@@ -38,7 +38,7 @@ def make():
 
 
 class Order:
-    """Jobs that note their names."""
+    """Jobs that record their names."""
 
     def __init__(self):
         self.names, self.done = [], threading.Semaphore(0)
@@ -65,7 +65,7 @@ def _occupy(pool, count, priority=Priority.READ, num_bytes=0):
 
 
 def _num_held_up(pool):
-    """How many jobs wait, of which none may start before another ends: not only has not yet."""
+    """Count waiting jobs that cannot start before another ends."""
     with pool._changed:
         assert pool._startable_job() is None
         return len(pool)
@@ -77,7 +77,7 @@ def _release(gates):
 
 
 def test_jobs_run_by_priority(make):
-    """Whatever the order of submitting: loads, urgent verifies, reads ahead, writes and so on."""
+    """In any order of submission: loads, urgent verifications, reads ahead, writes and so on."""
     pool, order = make(1), Order()
     gates = _occupy(pool, 1)
     for priority in reversed(Priority):
@@ -87,8 +87,8 @@ def test_jobs_run_by_priority(make):
     assert order.wait(len(Priority)) == list(Priority)
 
 
-def test_a_load_does_not_wait_for_what_is_read_ahead(make):
-    """Reads ahead leave half of the threads and of the bytes to loads, and to writes."""
+def test_a_load_does_not_wait_for_reads_ahead(make):
+    """They leave half of the threads and of the bytes to loads, and to writes."""
     pool, order = make(2, 100), Order()
     gates = _occupy(pool, 1, Priority.READ_AHEAD, 50)
     pool.submit(Priority.READ_AHEAD, 0, order.job("ahead"))
@@ -101,8 +101,8 @@ def test_a_load_does_not_wait_for_what_is_read_ahead(make):
     assert order.wait(1) == ["load", "write", "ahead"]
 
 
-def test_nothing_is_read_ahead_while_a_load_reads(make):
-    """It has the disk for itself, but for what was begun before."""
+def test_no_read_ahead_starts_while_a_load_reads(make):
+    """It has the disk for itself, except for earlier reads."""
     pool, order = make(4, 100), Order()
     gates = _occupy(pool, 1, Priority.READ, 10)
     pool.submit(Priority.READ_AHEAD, 10, order.job("ahead"))
@@ -113,7 +113,7 @@ def test_nothing_is_read_ahead_while_a_load_reads(make):
     assert order.wait(1) == ["write", "ahead"]
 
 
-def test_reads_ahead_go_one_by_one_through_a_single_thread(make):
+def test_reads_ahead_use_a_single_thread_one_by_one(make):
     """Half of one thread is one; a write waits for it, a load does not."""
     pool, order = make(1, 100), Order()
     gates = _occupy(pool, 1, Priority.READ_AHEAD, 10)
@@ -127,7 +127,10 @@ def test_reads_ahead_go_one_by_one_through_a_single_thread(make):
 
 
 def test_layered_reads_run_group_by_group(make):
-    """Of one load the first layers of all blocks come first; an earlier load goes first whole."""
+    """The first layers of all blocks of a load come first.
+
+    An earlier load goes first as a whole.
+    """
     pool, order = make(1), Order()
     gates = _occupy(pool, 1)
     keys = [(load, group, block) for load in (2, 1) for block in (4, 3) for group in (1, 0)]
@@ -137,15 +140,15 @@ def test_layered_reads_run_group_by_group(make):
     assert order.wait(8) == sorted(keys)
 
 
-def test_later_tickets_are_greater(make):
-    """Whoever takes them: several layouts order their loads by them."""
+def test_later_tickets_are_larger(make):
+    """From whichever layout: loads of several layouts are ordered by them."""
     pool = make(1)
     tickets = [pool.ticket() for _ in range(3)]
     assert tickets == sorted(set(tickets))
 
 
-def test_a_thread_that_waits_keeps_no_job_alive(make):
-    """A job holds memory of an arena, which may be given up once the job has run."""
+def test_a_waiting_thread_keeps_no_job_alive(make):
+    """A job references memory of an arena, which may be given up once the job has run."""
     pool, order, freed = make(1), Order(), threading.Event()
     job = order.job("a")
     weakref.finalize(job, freed.set)
@@ -155,7 +158,7 @@ def test_a_thread_that_waits_keeps_no_job_alive(make):
     assert freed.wait(WAIT_S)
 
 
-def test_equals_run_in_order(make):
+def test_equal_jobs_run_in_order_of_arrival(make):
     """First come, first served."""
     pool, order = make(1), Order()
     gates = _occupy(pool, 1)
@@ -180,7 +183,7 @@ def test_a_read_does_not_wait_for_writes(make, num_threads, patient):
 
 
 def test_reads_alone_use_the_threads_configured(make):
-    """The thread that stands by is for the time of writes only."""
+    """The extra thread is used while writes run only."""
     pool, order = make(2), Order()
     gates = _occupy(pool, 2)
     pool.submit(Priority.READ, 0, order.job("third"))
@@ -191,7 +194,7 @@ def test_reads_alone_use_the_threads_configured(make):
 
 
 def test_bytes_in_flight_are_bounded(make):
-    """What would exceed the budget waits, and nothing overtakes it; alone anything may run."""
+    """A job that would exceed the budget waits, and none overtakes it; alone any job may run."""
     pool, order = make(4, max_bytes=100), Order()
     gates = _occupy(pool, 1, num_bytes=60)
     pool.submit(Priority.READ, 50, order.job("large"))
@@ -215,7 +218,7 @@ def test_writes_take_half_of_the_budget(make):
     assert order.wait(1) == ["read", "write"]
 
 
-def test_one_end_may_start_several(make):
+def test_one_completion_may_start_several_jobs(make):
     """When a large job ends, all that fit into its place begin."""
     pool = make(3, max_bytes=100)
     gates = _occupy(pool, 1, num_bytes=100)
@@ -228,7 +231,7 @@ def test_one_end_may_start_several(make):
 
 
 def test_a_faulty_job_costs_no_thread(make):
-    """Jobs must not raise; if one does, the next one runs all the same."""
+    """Jobs must not raise; after one that does the next one runs all the same."""
     pool, order = make(1), Order()
 
     def faulty(_staging):
@@ -239,8 +242,8 @@ def test_a_faulty_job_costs_no_thread(make):
     assert order.wait(1) == ["next"]
 
 
-def test_close_drops_what_waits():
-    """What has begun ends, what has not never does, and later jobs are not taken."""
+def test_close_drops_waiting_jobs():
+    """Running jobs end, waiting ones never start, and later jobs are refused."""
     pool, order = IoPool(1, 100), Order()
     pool.start()
     gates = _occupy(pool, 1)
@@ -257,7 +260,7 @@ def test_close_drops_what_waits():
 
 
 def test_a_staging_buffer_is_reused():
-    """It grows when needed, keeps its size, and starts on a page, for direct I/O."""
+    """It grows when needed, keeps its size, and starts on a page boundary, for direct I/O."""
     staging = Staging()
     views = [staging.take(num_bytes) for num_bytes in (4096, 8192, 1 << 20, 4096)]
     assert [len(view) for view in views] == [4096, 8192, 1 << 20, 4096]

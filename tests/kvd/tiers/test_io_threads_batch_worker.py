@@ -6,8 +6,8 @@ import time
 from kvd.tiers.io_threads import BatchWorker
 
 
-def test_what_waits_is_one_batch():
-    """Items put while a batch is handled come together in the next, in order, up to the bound."""
+def test_waiting_items_are_one_batch():
+    """Items added while a batch is handled form the next one, in order, up to the bound."""
     batches = []
     entered, proceed = threading.Event(), threading.Event()
 
@@ -29,7 +29,7 @@ def test_what_waits_is_one_batch():
 
 
 def test_batches_keep_their_distance():
-    """Under load they begin as far apart as asked for, so that many items share one."""
+    """Under load they begin as far apart as requested, so that many items share one."""
     gather_s, num_batches = 0.02, 4
     handled = threading.Semaphore(0)
     worker = BatchWorker("test", lambda _: handled.release(), 1, gather_s)
@@ -42,8 +42,8 @@ def test_batches_keep_their_distance():
     worker.close()
 
 
-def test_close_handles_what_is_queued():
-    """Nothing that was put is lost by an orderly end."""
+def test_close_handles_queued_items():
+    """An orderly end loses no item."""
     handled = []
     worker = BatchWorker("test", handled.extend, max_batch=2)
     for item in range(5):
@@ -54,7 +54,7 @@ def test_close_handles_what_is_queued():
 
 
 def test_close_can_discard():
-    """A hurried end drops what has not begun, and waits for what has."""
+    """A hurried end drops items that have not begun, and waits for others."""
     handled = []
     entered, proceed = threading.Event(), threading.Event()
 
@@ -72,7 +72,7 @@ def test_close_can_discard():
     closing = threading.Thread(target=worker.close, kwargs={"discard": True})
     closing.start()
     until_s = time.monotonic() + 10
-    while len(worker):  # until close() has dropped it, which waits for what is handled
+    while len(worker):  # until close() has dropped it, which waits for the running batch
         assert time.monotonic() < until_s
         closing.join(0.001)
     assert closing.is_alive()

@@ -1,4 +1,4 @@
-"""The journal: what is put is read, what is damaged is free, and no kill makes a wrong record."""
+"""The journal: records round-trip, damaged ones are free, and no kill makes a wrong record."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def journal(fd):
     made.close()
 
 
-def committed(seed, num_tokens=16):
+def make_committed(seed, num_tokens=16):
     return CommittedSlot(
         generation=seed,
         key=bytes([seed % 256]) * 16,
@@ -62,18 +62,18 @@ def committed(seed, num_tokens=16):
     )
 
 
-def test_what_is_put_is_read_again(journal, fd):
+def test_records_are_read_again(journal, fd):
     """By another mapping, as by another process; a cleared slot is free."""
-    journal.put(0, committed(5))
-    journal.put(1, committed(6, num_tokens=3))
+    journal.put(0, make_committed(5))
+    journal.put(1, make_committed(6, num_tokens=3))
     journal.put(2, WritingSlot(8, 1 << 41, engine_id=3), WRITER)
-    journal.put(3, committed(9))
+    journal.put(3, make_committed(9))
     journal.clear(3)
     again = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
     adopted, (writing,) = again.read_all()
     assert [(slot.slot_id, slot.block) for slot in adopted] == [
-        (0, committed(5)),
-        (1, committed(6, num_tokens=3)),
+        (0, make_committed(5)),
+        (1, make_committed(6, num_tokens=3)),
     ]
     assert (writing.slot_id, writing.generation, writing.lease_id) == (2, 8, 1 << 41)
     assert writing.writer == WRITER
@@ -84,23 +84,23 @@ def test_what_is_put_is_read_again(journal, fd):
 def test_a_slot_holds_the_newest_record(journal):
     """Written, committed, written again."""
     journal.put(0, WritingSlot(1, 2, engine_id=3), WRITER)
-    journal.put(0, committed(5, num_tokens=2))
-    assert [slot.block for slot in journal.read_all()[0]] == [committed(5, num_tokens=2)]
+    journal.put(0, make_committed(5, num_tokens=2))
+    assert [slot.block for slot in journal.read_all()[0]] == [make_committed(5, num_tokens=2)]
     journal.put(0, WritingSlot(2, 3, engine_id=3), WRITER)
     adopted, writing = journal.read_all()
     assert (adopted, len(writing)) == ([], 1)
 
 
-def test_nothing_is_left_of_a_record_that_was_wiped(journal, fd):
-    """Tokens of an erased tenant were in it; the records beside it stay."""
+def test_a_wiped_record_leaves_no_bytes(journal, fd):
+    """It had tokens of an erased tenant; the records beside it stay."""
     for slot_id in range(3):
-        journal.put(slot_id, committed(slot_id + 1))
+        journal.put(slot_id, make_committed(slot_id + 1))
     journal.clear(1)
-    assert committed(2).token_ids in os.pread(fd, SIZE, 0)
+    assert make_committed(2).token_ids in os.pread(fd, SIZE, 0)
     journal.wipe(1)
     start, num_bytes = HEADER_BYTES + record_bytes_of(LAYOUT), record_bytes_of(LAYOUT)
     assert os.pread(fd, num_bytes, start) == bytes(num_bytes)
-    assert [slot.block for slot in journal.read_all()[0]] == [committed(1), committed(3)]
+    assert [slot.block for slot in journal.read_all()[0]] == [make_committed(1), make_committed(3)]
 
 
 def test_each_adoption_raises_the_epoch(journal):
@@ -112,7 +112,7 @@ def test_each_adoption_raises_the_epoch(journal):
 
 @pytest.mark.parametrize("offset", range(0, 96, 3))
 def test_a_damaged_header_is_refused(journal, offset):
-    """Any flipped byte of it."""
+    """With any flipped byte."""
     data = bytearray(pack_header(journal.header))
     data[offset] ^= 0x40
     with pytest.raises(UnfitArenaError):
@@ -120,7 +120,7 @@ def test_a_damaged_header_is_refused(journal, offset):
 
 
 def test_another_version_is_named(journal):
-    """The error names which."""
+    """The error has its number."""
     data = bytearray(pack_header(journal.header))
     data[8] = 9
     with pytest.raises(UnfitArenaError, match="version 9"):
@@ -135,7 +135,7 @@ def test_a_journal_too_small_for_its_records_is_refused(fd):
 
 @given(st.binary(max_size=200), st.integers(0, 96))
 def test_arbitrary_bytes_are_no_header(data, num_sound):
-    """Whatever stands where a header should be, up to a good part of a real one."""
+    """Whatever is in a header's place, up to a good part of a real one."""
     sound = pack_header(header_of(LAYOUT, NUM_SLOTS, BOOT_ID, 5))
     mixed = sound[:num_sound] + data
     if mixed[: len(sound)] != sound:
@@ -144,7 +144,7 @@ def test_arbitrary_bytes_are_no_header(data, num_sound):
 
 
 def sound_bodies(data):
-    """(slot, body) of the records whose checksum is right, by the byte table alone."""
+    """Return (slot, body) of the records with a right checksum, by the byte table alone."""
     found = set()
     for slot_id in range(NUM_SLOTS):
         start = HEADER_BYTES + slot_id * record_bytes_of(LAYOUT)
@@ -157,7 +157,7 @@ def sound_bodies(data):
 
 
 records = st.one_of(
-    st.builds(committed, st.integers(0, 1 << 30), st.integers(1, 16)),
+    st.builds(make_committed, st.integers(0, 1 << 30), st.integers(1, 16)),
     st.builds(WritingSlot, st.integers(0, 1 << 60), st.integers(0, 1 << 60), st.just(1)),
 )
 damage = st.lists(
@@ -168,7 +168,7 @@ damage = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, NUM_SLOTS - 1), records), max_size=8), damage)
 def test_damage_never_raises_and_never_makes_a_record(puts, damages):
-    """Records that were not hit are read; a record that is read has its checksum."""
+    """Undamaged records are read; every record that is read has its checksum."""
     fd = os.memfd_create("journal")
     os.ftruncate(fd, SIZE)
     journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
@@ -197,7 +197,7 @@ def test_damage_never_raises_and_never_makes_a_record(puts, damages):
 @settings(max_examples=examples(150), deadline=None)
 @given(st.binary(max_size=SIZE - HEADER_BYTES))
 def test_arbitrary_bytes_hold_no_record(data):
-    """A file that never was a journal."""
+    """The file never was a journal."""
     fd = os.memfd_create("journal")
     os.ftruncate(fd, SIZE)
     os.pwrite(fd, data, HEADER_BYTES)
@@ -208,7 +208,7 @@ def test_arbitrary_bytes_hold_no_record(data):
 
 
 class KillAt(NoFaults):
-    """Ends the process without a word at the nth time that a write point is reached."""
+    """Ends the process without a word the nth time that it reaches a write point."""
 
     def __init__(self, point, nth):
         self.point = point
@@ -237,35 +237,35 @@ def in_child(write):
     [
         (WritePoint.JOURNAL_FREED, 2, None),
         (WritePoint.JOURNAL_BODY, 2, None),
-        (WritePoint.JOURNAL_PUT, 2, committed(2)),
+        (WritePoint.JOURNAL_PUT, 2, make_committed(2)),
         (WritePoint.JOURNAL_CLEARED, 1, None),
     ],
 )
 def test_a_kill_at_a_write_point_leaves_old_new_or_free(fd, point, nth, expected):
-    """The record that was being replaced is free until it is complete; others are untouched."""
+    """The record being replaced is free until it is complete; others are not touched."""
 
     def write():
         journal = Journal(fd, LAYOUT, NUM_SLOTS, KillAt(point, nth))
-        journal.put(0, committed(1))
-        journal.put(1, committed(2))
+        journal.put(0, make_committed(1))
+        journal.put(1, make_committed(2))
         journal.clear(1)
 
     _, status = os.waitpid(in_child(write), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
     read = {slot.slot_id: slot.block for slot in journal.read_all()[0]}
-    assert read.pop(0) == committed(1)
+    assert read.pop(0) == make_committed(1)
     assert read.get(1) == expected
     journal.close()
 
 
-def test_random_kills_leave_only_records_that_were_put(fd):
-    """A process that rewrites records all the time is killed at a moment of no meaning."""
+def test_random_kills_leave_only_written_records(fd):
+    """A process that rewrites records all the time is killed at a random moment."""
 
     def write():
         journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
         for number in range(1 << 30):
-            journal.put(number % NUM_SLOTS, committed(number, 1 + number % 16))
+            journal.put(number % NUM_SLOTS, make_committed(number, 1 + number % 16))
             if number < NUM_TURNS:
                 os.write(writer, b".")
 
@@ -273,7 +273,7 @@ def test_random_kills_leave_only_records_that_were_put(fd):
     for turn in range(NUM_TURNS):
         reader, writer = os.pipe()
         child = in_child(write)
-        for _ in range(turn + 1):  # it goes on meanwhile: nobody knows how far it is then
+        for _ in range(turn + 1):  # it continues meanwhile: its progress is unknown then
             os.read(reader, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -284,7 +284,7 @@ def test_random_kills_leave_only_records_that_were_put(fd):
         assert not writing
         for slot in adopted:
             number = slot.block.generation
-            assert slot.block == committed(number, 1 + number % 16)
+            assert slot.block == make_committed(number, 1 + number % 16)
             assert number % NUM_SLOTS == slot.slot_id
         num_free += NUM_SLOTS - len(adopted)
         journal.close()
@@ -292,7 +292,7 @@ def test_random_kills_leave_only_records_that_were_put(fd):
 
 
 def test_each_step_of_a_record_passes_its_point(fd):
-    """In this order: what is killed in between leaves the old record, none, or the new one."""
+    """In this order: a kill in between leaves the old record, none, or the new one."""
     points = []
 
     class Noted(NoFaults):
@@ -317,8 +317,8 @@ def test_each_step_of_a_record_passes_its_point(fd):
 
 
 @pytest.mark.parametrize("num_missing", [1, 8, 9, 100])
-def test_a_header_that_is_cut_is_none(num_missing):
-    """Be it only its checksum that is not whole."""
+def test_a_truncated_header_is_refused(num_missing):
+    """Even if only its checksum is incomplete."""
     packed = pack_header(header_of(LAYOUT, NUM_SLOTS, BOOT_ID, 5))
     assert unpack_header(packed).num_slots == NUM_SLOTS
     assert unpack_header(packed + b"more").num_slots == NUM_SLOTS
@@ -327,11 +327,11 @@ def test_a_header_that_is_cut_is_none(num_missing):
 
 
 @pytest.mark.parametrize("num_tokens", [1, LAYOUT.block_tokens])
-def test_a_block_has_one_token_at_least_and_a_whole_one_at_most(journal, num_tokens):
-    """What says something else of itself is no block."""
-    journal.put(0, committed(5, num_tokens=num_tokens))
+def test_a_block_has_between_one_and_a_full_blocks_tokens(journal, num_tokens):
+    """A record with another number is no block."""
+    journal.put(0, make_committed(5, num_tokens=num_tokens))
     ((slot,), _) = journal.read_all()
-    assert slot.block == committed(5, num_tokens=num_tokens)
+    assert slot.block == make_committed(5, num_tokens=num_tokens)
     for impossible in (0, LAYOUT.block_tokens + 1):
-        journal.put(0, replace(committed(5, num_tokens=1), num_tokens=impossible))
+        journal.put(0, replace(make_committed(5, num_tokens=1), num_tokens=impossible))
         assert journal.read_all() == ([], [])

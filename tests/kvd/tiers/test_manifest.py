@@ -1,4 +1,4 @@
-"""The index: what is committed is found by the next start."""
+"""The index: committed rows are found by the next start."""
 
 import errno
 import sqlite3
@@ -43,7 +43,7 @@ _RETENTIONS_OF_SESSIONS = (
 
 
 class Recorder(NoFaults):
-    """Notes write points; fails the first commits."""
+    """Records write points; fails the first commits."""
 
     def __init__(self, num_failures=0):
         self.points, self.num_failures = [], num_failures
@@ -55,7 +55,7 @@ class Recorder(NoFaults):
             raise OSError(errno.ENOSPC, "injected")
 
 
-class Told(NoFaults):
+class RecordingFaults(NoFaults):
     """Sets an event at a write point."""
 
     def __init__(self, point, event):
@@ -66,8 +66,8 @@ class Told(NoFaults):
             self.event.set()
 
 
-def test_everything_is_found_again(make):
-    """Layouts, salts, values, blocks and sessions come back as they were put."""
+def test_everything_is_restored(make):
+    """Layouts, salts, values, blocks and sessions are read as they were written."""
     fill(make())
     found = make()
     assert found.layouts() == [LayoutRow(LAYOUT.fingerprint, b"message", 5)]
@@ -80,7 +80,7 @@ def test_everything_is_found_again(make):
     "setting", [{"ttl_ns": 5}, {"pin": Pin.SOFT}, {"ended": True}, {"retain_ns": 5}]
 )
 def test_a_session_with_one_setting_keeps_it(make, setting):
-    """Though no other one has any."""
+    """Even if no other session has one."""
     plain = SessionRecord(KEY, SPANS, last_access_ns=7)
     sessions = [plain, replace(plain, key=KEY._replace(session_id="b"), **setting)]
     manifest = new_layouts(make(), LAYOUT)
@@ -91,7 +91,7 @@ def test_a_session_with_one_setting_keeps_it(make, setting):
 
 
 def test_rows_are_replaced_and_removed(make):
-    """A later row takes the place of an earlier one; dropped rows are gone."""
+    """A later row replaces an earlier one; dropped rows are gone."""
     manifest = new_layouts(make(), LAYOUT)
     manifest.put_session(LAYOUT.fingerprint, SESSION)
     changed = SessionRecord(KEY, b"\0", last_access_ns=9)
@@ -106,7 +106,7 @@ def test_rows_are_replaced_and_removed(make):
     assert rows_of(make()) == ([], [])
 
 
-def test_a_retention_is_kept_beside_the_row_of_its_session(make):
+def test_a_retention_is_stored_beside_its_sessions_row(make):
     """A later row without one ends it, and so does the end of the session."""
     retained = replace(SESSION, retain_ns=30)
     manifest = new_layouts(make(), LAYOUT)
@@ -127,7 +127,7 @@ def test_a_retention_is_kept_beside_the_row_of_its_session(make):
 
 
 def test_commits_are_reported_when_they_are_durable(make, tmp_path):
-    """When a drop is reported, another connection no longer sees the row."""
+    """When a drop is reported, another connection does not see the row any more."""
     manifest = new_layouts(make(), LAYOUT)
     manifest.put_block(LAYOUT.fingerprint, BLOCK, ignore)
     seen = []
@@ -143,8 +143,8 @@ def test_commits_are_reported_when_they_are_durable(make, tmp_path):
     assert seen == []
 
 
-def test_layouts_do_not_see_each_other(make):
-    """Rows belong to their layout, also after it was put again and others have come."""
+def test_layouts_are_separate(make):
+    """Rows belong to their layout, also after it was stored again and others were added."""
     manifest = new_layouts(make(), LAYOUT, OTHER)
     manifest.put_block(OTHER.fingerprint, BLOCK, ignore)
     manifest.close()
@@ -160,8 +160,8 @@ def test_layouts_do_not_see_each_other(make):
         found.rows(KVLayout("ef" * 16, LAYERS, block_tokens=16))
 
 
-def test_there_are_blocks_of_a_layout_or_of_any(make):
-    """Who asks about one layout gets nothing of another."""
+def test_blocks_can_be_queried_by_layout(make):
+    """A query about one layout returns nothing of another."""
     manifest = new_layouts(make(), LAYOUT, OTHER)
     assert not manifest.has_blocks()
     manifest.put_block(OTHER.fingerprint, BLOCK, ignore)
@@ -172,8 +172,8 @@ def test_there_are_blocks_of_a_layout_or_of_any(make):
     assert not found.has_blocks(LAYOUT.fingerprint)
 
 
-def test_the_use_that_was_put_last_counts(make):
-    """With the session's row or apart, and also if the boot time has gone back meanwhile."""
+def test_the_last_use_counts(make):
+    """With the session's row or separately, also if the boot time has gone back since."""
     manifest = new_layouts(make(), LAYOUT)
     for put_ns, used_ns in ((7, 9), (8, None), (30, 5), (4, None)):
         manifest.put_session(LAYOUT.fingerprint, replace(SESSION, last_access_ns=put_ns))
@@ -185,7 +185,7 @@ def test_the_use_that_was_put_last_counts(make):
 
 
 def test_no_commit_has_an_older_use_beside_a_row(make, tmp_path):
-    """A kill between any two commits leaves the last use of a session that was reported by then."""
+    """A kill between two commits leaves the last reported use of a session."""
     found, released = [], threading.Event()
 
     class Watched(NoFaults):
@@ -256,8 +256,8 @@ def test_a_use_writes_few_bytes(make, tmp_path):
     assert rows_of(manifest)[1][0].last_access_ns == 9
 
 
-def test_a_tenants_key_takes_the_place_of_its_salt(make):
-    """The salt is in it: in plain it is there no more."""
+def test_a_tenants_key_replaces_its_salt(make):
+    """The salt is wrapped with it: its plain form is removed."""
     fill(make())
     manifest = make()
     manifest.put_tenant_key("tenant", b"w" * 112)
@@ -265,10 +265,10 @@ def test_a_tenants_key_takes_the_place_of_its_salt(make):
     assert (make().salts(), make().tenant_keys()) == ({}, {"tenant": b"w" * 112})
 
 
-def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
-    """Neither in a free page nor in the write-ahead log, once that is said; the other is there."""
+def test_a_dropped_key_is_in_no_file(make, tmp_path):
+    """Neither in a free page nor in the write-ahead log, once reported; the other key stays."""
     manifest = make()
-    manifest._db.execute("PRAGMA secure_delete = OFF")  # some builds of SQLite begin with it on
+    manifest._db.execute("PRAGMA secure_delete = OFF")  # the default of some builds of SQLite
     manifest.zero_removed()
     secrets = [bytes([byte]) * 112 for byte in b"xyz"]
     for secret in secrets[:2]:
@@ -284,8 +284,8 @@ def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
     assert [bool(_files_with(tmp_path, secret)) for secret in secrets] == [False, False, True]
 
 
-def test_what_no_cache_knows_goes_with_the_key(make, tmp_path):
-    """Rows of sessions that could not be read, or whose layout could not, name the tenant, too."""
+def test_rows_that_no_cache_has_are_dropped_with_the_key(make, tmp_path):
+    """Unreadable sessions, and those of unreadable layouts, name the tenant, too."""
     fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
         sql = "INSERT INTO sessions VALUES (?, ?, 'unread', x'', 0, NULL, ?, 0)"
@@ -304,10 +304,10 @@ def test_what_no_cache_knows_goes_with_the_key(make, tmp_path):
     db.close()
 
 
-def test_a_reader_delays_the_end_of_a_key(make, tmp_path):
-    """While somebody reads what was in the index before, it is not said that the key is gone."""
+def test_a_reader_delays_the_report_of_a_dropped_key(make, tmp_path):
+    """While a reader has a snapshot from before, the key is not reported as gone."""
     tried = threading.Event()
-    manifest = make(Told(WritePoint.KEYS_DROPPED, tried))
+    manifest = make(RecordingFaults(WritePoint.KEYS_DROPPED, tried))
     manifest.zero_removed()
     manifest.put_tenant_key("tenant", b"x" * 112)
     committed = threading.Event()
@@ -330,8 +330,8 @@ def _files_with(directory, secret):
     return [path.name for path in directory.glob("manifest.db*") if secret in path.read_bytes()]
 
 
-def test_a_locked_database_is_tried_again(make, tmp_path):
-    """While somebody else holds the write lock rows wait; then they are committed, in order."""
+def test_a_locked_database_is_retried(make, tmp_path):
+    """While another process holds the write lock rows wait; then they are committed, in order."""
     manifest = make()
     other = sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -343,8 +343,8 @@ def test_a_locked_database_is_tried_again(make, tmp_path):
     assert make().meta("a") == "2"
 
 
-def test_a_failed_commit_is_tried_again(make, monkeypatch):
-    """What the disk refuses is kept until it does not; each try passes its write points."""
+def test_a_failed_commit_is_retried(make, monkeypatch):
+    """Rows that the disk refuses are kept until it accepts them; each try passes the points."""
     monkeypatch.setattr(manifest_module, "RETRY_S", 0.1)
     faults = Recorder(num_failures=1)
     manifest = make(faults)
@@ -364,8 +364,8 @@ def test_a_failed_commit_is_tried_again(make, monkeypatch):
     assert WritePoint.CLOCK_SAVED in faults.points
 
 
-def test_a_disk_that_takes_nothing_does_not_keep_the_index_open(tmp_path):
-    """What cannot be committed is lost at the end, which comes all the same."""
+def test_a_failing_disk_does_not_keep_the_index_open(tmp_path):
+    """Uncommitted rows are lost at the end, which comes all the same."""
     faults = Recorder(num_failures=1 << 30)
 
     def live():
@@ -378,12 +378,12 @@ def test_a_disk_that_takes_nothing_does_not_keep_the_index_open(tmp_path):
     living.start()
     living.join(DEADLINE_S)
     has_ended = not living.is_alive()
-    faults.num_failures = 0  # or the thread would try for ever
+    faults.num_failures = 0  # otherwise the thread would retry for ever
     assert has_ended
 
 
-def test_what_is_not_committed_is_counted(make):
-    """Rows count with what they hold, until they are committed, also while commits fail."""
+def test_uncommitted_rows_are_counted(make):
+    """With their bytes, until they are committed, also while commits fail."""
     released = threading.Event()
 
     class Held(NoFaults):
@@ -407,8 +407,8 @@ def test_what_is_not_committed_is_counted(make):
     assert (manifest.queued_bytes, manifest.room_bytes) == (0, MAX_QUEUED_BYTES)
 
 
-def test_a_rollback_that_fails_is_tried_again(make, monkeypatch):
-    """The writer's thread outlives it, and commits once it can."""
+def test_a_failed_rollback_is_retried(make, monkeypatch):
+    """The writer's thread survives it, and commits once it can."""
     monkeypatch.setattr(manifest_module, "RETRY_S", 0.1)
     manifest = make(Recorder(num_failures=1))
     new_layouts(manifest, LAYOUT)
@@ -427,8 +427,8 @@ def test_a_rollback_that_fails_is_tried_again(make, monkeypatch):
     assert refused
 
 
-def test_a_commit_outlives_the_power(tmp_path):
-    """SQLite is asked to sync its log at each commit: what was committed is said to be durable."""
+def test_commits_are_durable(tmp_path):
+    """SQLite is told to sync its log at each commit: committed rows are reported as durable."""
     names = ("journal_mode", "synchronous")
     with closing(open_database(tmp_path / "manifest.db", tmp_path / "v", NoFaults())) as db:
         settings = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in names]

@@ -30,8 +30,8 @@ def words(progress):
     return ProgressWords(progress.fd, progress.num_words)
 
 
-def test_layers_are_seen_and_never_taken_back(progress, words):
-    """A wait returns for every layer that was published, at once."""
+def test_published_layers_are_never_taken_back(progress, words):
+    """A wait returns for every published layer, at once."""
     index = progress.open(LEASE, words.wake)
     load = LoadProgress(words, index, LEASE)
     progress.publish(LEASE, 3)
@@ -42,8 +42,8 @@ def test_layers_are_seen_and_never_taken_back(progress, words):
         load.wait_layer(3, 0)
 
 
-def test_engines_can_not_write_them(progress):
-    """Neither through the descriptor they get, nor by opening it anew."""
+def test_engines_cannot_write_progress(progress):
+    """Neither through the descriptor they get, nor by opening it again."""
     with pytest.raises(PermissionError):
         mmap.mmap(progress.fd, 4096)
     again = os.open(f"/proc/self/fd/{progress.fd}", os.O_RDWR)
@@ -58,7 +58,7 @@ def test_engines_can_not_write_them(progress):
 
 @pytest.mark.parametrize("end", ["fail", "close", "end"])
 def test_a_waiting_thread_is_woken_at_the_end(progress, words, end):
-    """A failed load, a lease that ended, an attachment that ended."""
+    """By a failed load, a lease that ended, an attachment that ended."""
     load = LoadProgress(words, progress.open(LEASE, words.wake), LEASE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(load.wait_layer, 0, 60)
@@ -70,12 +70,12 @@ def test_a_waiting_thread_is_woken_at_the_end(progress, words, end):
             waiting.result(30)
 
 
-def test_words_of_another_lease_say_nothing(progress, words):
-    """A word that was given back and taken by another load fails the old waiter."""
+def test_words_of_another_lease_are_ignored(progress, words):
+    """A word that another load has taken over fails the old waiter."""
     index = progress.open(LEASE, words.wake)
     progress.close(LEASE)
     assert progress.open(LEASE + 1, words.wake) == index
-    progress.publish(LEASE, 9)  # a read of the old lease that ends late
+    progress.publish(LEASE, 9)  # a late read of the old lease
     assert words.word(index) & 0xFFFF == 0
     progress.publish(LEASE + 1, 5)
     with pytest.raises(LoadFailedError):
@@ -83,7 +83,7 @@ def test_words_of_another_lease_say_nothing(progress, words):
     LoadProgress(words, index, LEASE + 1).wait_layer(4, 0)
 
 
-def test_words_run_out_and_come_back(progress, words):
+def test_words_are_reused(progress, words):
     """A load without a word is possible; a closed one is free again."""
     assert sorted(progress.open(LEASE + n, words.wake) for n in range(4)) == [0, 1, 2, 3]
     assert progress.open(LEASE + 9, words.wake) is None
@@ -93,8 +93,8 @@ def test_words_run_out_and_come_back(progress, words):
     assert progress.open(LEASE + 9, words.wake) == 2
 
 
-def test_reads_that_end_after_the_arena_say_nothing():
-    """The words are given up with the arena; who publishes late finds none, and wakes nobody."""
+def test_reads_that_end_after_the_arena_publish_nothing():
+    """The words are closed with the arena; a late publisher finds none, and wakes no thread."""
     woken = []
     progress = Progress(4)
     progress.open(LEASE, lambda: woken.append(LEASE))
@@ -106,13 +106,13 @@ def test_reads_that_end_after_the_arena_say_nothing():
     assert (woken, progress.open(LEASE + 1, woken.clear)) == ([], None)
 
 
-def test_words_that_are_given_up_take_no_memory():
-    """Though somebody still knows of them."""
+def test_closed_words_take_no_memory():
+    """Even if references to them remain."""
 
     def held():
         return Path("/proc/self/maps").read_text("ascii").count("kvd-progress")
 
-    gc.collect()  # what other tests have left
+    gc.collect()  # garbage of other tests
     before = held(), psutil.Process().num_fds()
     progress = Progress(4)
     assert held() > before[0]
@@ -121,7 +121,7 @@ def test_words_that_are_given_up_take_no_memory():
 
 
 def test_many_threads_wait_while_many_publish(progress, words):
-    """Each waiter sees its own load to the end, layer by layer, whoever wakes it."""
+    """Each waiter sees its own load to the end, layer by layer, whichever publication wakes it."""
     leases = [LEASE + n for n in range(4)]
     indices = {lease: progress.open(lease, words.wake) for lease in leases}
 
@@ -137,7 +137,7 @@ def test_many_threads_wait_while_many_publish(progress, words):
 
     with ThreadPoolExecutor(12) as pool:
         waiting = [pool.submit(lambda of=lease: list(wait_for_all(of))) for lease in leases * 2]
-        # The last one comes to layer 199 only: its waiters have to go on waiting.
+        # The last one reaches layer 199 only: its waiters have to wait on.
         publishing = [pool.submit(publish_all, lease, 200) for lease in leases[:-1]]
         publishing.append(pool.submit(publish_all, leases[-1], 199))
         for future in publishing:
@@ -159,7 +159,7 @@ def test_too_few_words_are_refused(progress):
 
 
 async def test_the_wakeup_wakes_a_loop():
-    """A write from another thread is seen by the reader; after close it does nothing."""
+    """The reader sees a write from another thread; after close it does nothing."""
     wakeup = Wakeup()
     seen = asyncio.Event()
     reader = os.dup(wakeup.fd)
@@ -173,7 +173,7 @@ async def test_the_wakeup_wakes_a_loop():
     os.close(reader)
 
 
-def test_an_engine_can_not_block_us_by_its_wakeup():
+def test_an_engine_cannot_block_kvd_by_its_wakeup():
     """It never reads, and makes its end blocking."""
     wakeup = Wakeup()
     theirs = os.dup(wakeup.fd)
@@ -191,8 +191,8 @@ def _wake_often(wakeup):
         wakeup.wake()
 
 
-def test_a_wakeup_gives_both_descriptors_back():
-    """Waking nobody does no harm then."""
+def test_a_wakeup_closes_both_descriptors():
+    """Waking does no harm afterwards."""
     num_open = psutil.Process().num_fds()
     wakeup = Wakeup()
     assert psutil.Process().num_fds() == num_open + 2

@@ -1,4 +1,4 @@
-"""Sealed extents: all but the key's name is sealed, and nothing else than was written opens."""
+"""Sealed extents: all but the key's name is encrypted, and changed bytes do not open."""
 
 import os
 import tempfile
@@ -35,7 +35,7 @@ def new_keys(*, is_sealing=True) -> Keyring:
 
 @pytest.fixture
 def sealed(disk):
-    """Volumes that seal, in an empty directory."""
+    """Return volumes that seal, in an empty directory."""
     disk.keys = new_keys()
     disk.volume()
     return disk
@@ -46,7 +46,7 @@ def _content(disk) -> bytes:
 
 
 def _windows(data: bytes, size: int = 16) -> set[bytes]:
-    """All aligned pieces of something random; zeros apart."""
+    """Return all aligned pieces of random bytes, without zeros."""
     return {data[i : i + size] for i in range(0, len(data) - size + 1, size)} - {bytes(size)}
 
 
@@ -57,7 +57,7 @@ def _windows(data: bytes, size: int = 16) -> set[bytes]:
     direct=st.sampled_from(["auto", "off"]),
 )
 def test_sealed_blocks_round_trip(num_tokens, layered, direct):
-    """A block comes back with what its header says, to the next volume, too; no other row does."""
+    """A block is read with its header, by the next volume, too; no other block is."""
     with tempfile.TemporaryDirectory() as directory:
         disk = Disk(Path(directory))
         disk.keys = new_keys()
@@ -76,8 +76,8 @@ def test_sealed_blocks_round_trip(num_tokens, layered, direct):
 
 
 @pytest.mark.parametrize("num_tokens", [16, 5])
-def test_nothing_of_a_block_is_on_disk_in_plain(sealed, num_tokens):
-    """Neither rows, token ids, checksums, block key nor what lies in the slot's unused parts."""
+def test_no_part_of_a_block_is_on_disk_in_plain(sealed, num_tokens):
+    """Neither rows, token ids, checksums, block key nor the slot's unused parts."""
     block = Block(num_tokens)
     sealed.write(0, block)
     content = _content(sealed)
@@ -88,7 +88,7 @@ def test_nothing_of_a_block_is_on_disk_in_plain(sealed, num_tokens):
 
 
 def test_a_run_of_blocks_is_sealed_block_by_block(sealed):
-    """Blocks that are written together are read one by one, each by its own tenant's key."""
+    """Blocks that are written together are read separately, each with its own tenant's key."""
     volume = sealed.made[-1]
     blocks = [Block() for _ in range(3)]
     run = [block.at(index * WHOLE) for index, block in enumerate(blocks)]
@@ -103,7 +103,7 @@ def test_a_run_of_blocks_is_sealed_block_by_block(sealed):
 
 
 def test_large_blocks_are_sealed_in_groups(disk):
-    """A block that is larger than the staging buffer goes through it piece by piece."""
+    """A block larger than the staging buffer passes through it piece by piece."""
     layers = tuple(Layer((Component("k", (1 << 13,), "float32"),)) for _ in range(24))
     layout = KVLayout("cd" * 16, layers, block_tokens=16)  # slices of 512 KiB
     disk.keys = new_keys()
@@ -125,8 +125,8 @@ def _pieces(layout, keys, block):
     return [(offset, bytes(piece)) for offset, piece in sealed.pieces([block.at(0)], Staging())]
 
 
-def test_no_key_meets_a_nonce_twice(sealed):
-    """Writing a block again gives other bytes all over, though block and tenant are the same."""
+def test_no_key_is_used_with_a_nonce_twice(sealed):
+    """Writing a block again gives other bytes everywhere, though block and tenant are the same."""
     block = Block()
     first, second = (_pieces(LAYOUT, sealed.keys, block)[0][1] for _ in range(2))
     start = SHAPE.header_bytes
@@ -144,7 +144,7 @@ def test_no_key_meets_a_nonce_twice(sealed):
 
 @pytest.mark.parametrize("num_tokens", [16, 5])
 def test_a_flipped_bit_is_corrupt(sealed, num_tokens):
-    """A bit that is changed anywhere but in padding is found, in each way of reading."""
+    """Anywhere but in padding, in each way of reading."""
     block = Block(num_tokens)
     sealed.write(0, block)
     path = sealed.directory / "v" / "00000.segment"
@@ -166,8 +166,8 @@ def test_a_flipped_bit_is_corrupt(sealed, num_tokens):
                 assert outcome is IoOutcome.CORRUPT, position
 
 
-def test_only_the_block_that_the_index_names_opens(sealed):
-    """An extent that lies where another is expected is corrupt: other key, length or layout."""
+def test_only_the_block_named_by_the_index_opens(sealed):
+    """In another's place it is corrupt: other key, length or layout."""
     block = Block()
     sealed.write(0, block)
     for other in (Block(), _like(block, num_tokens=15), _like(block, key=os.urandom(16))):
@@ -184,7 +184,7 @@ def _like(block, **changes):
 
 
 def test_slices_of_two_writes_do_not_mix(sealed):
-    """Slices of a block's earlier write are corrupt under the header of its later one."""
+    """Slices of a block's earlier write are corrupt under the header of the later one."""
     block = Block()
     path = sealed.directory / "v" / "00000.segment"
     sealed.write(0, block)
@@ -200,7 +200,7 @@ def test_slices_of_two_writes_do_not_mix(sealed):
 
 
 def test_without_its_key_an_extent_is_a_miss(sealed):
-    """So it is for a tenant's new key, for another keyring, and for a volume without any."""
+    """Also with a tenant's new key, another keyring, or a volume without any."""
     block = Block()
     sealed.write(0, block)
     name = key_id(sealed.keys.key_of(TENANT))
@@ -216,7 +216,7 @@ def test_without_its_key_an_extent_is_a_miss(sealed):
 @pytest.mark.parametrize("num_tokens", [16, 5])
 @pytest.mark.parametrize("layered", [True, False])
 def test_plain_extents_stay_readable(disk, num_tokens, layered):
-    """What was written before encryption was turned on is read; so is what is sealed, once off."""
+    """Blocks from before encryption was on are read; so are sealed ones after it is off."""
     disk.volume()
     plain = Block(num_tokens)
     disk.write(0, plain)
@@ -239,8 +239,8 @@ def test_plain_extents_stay_readable(disk, num_tokens, layered):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
-def test_nothing_that_was_staged_before_is_on_disk(sealed, num_tokens):
-    """Staging memory may hold rows in plain, of whoever was opened in it: padding is zeroed."""
+def test_padding_has_no_staged_bytes(sealed, num_tokens):
+    """Staging memory may have any tenant's plain rows: padding is zeroed."""
     before = b"\xa5" * (3 * EXTENT)
     sealed.staging.take(len(before))[:] = before
     blocks = [Block(num_tokens) for _ in range(2 if num_tokens == LAYOUT.block_tokens else 1)]

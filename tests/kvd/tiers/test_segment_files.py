@@ -23,7 +23,7 @@ def test_segments_are_allocated_when_needed(disk):
 
 
 def test_the_budget_is_never_exceeded(disk):
-    """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
+    """Segments grow up to it; beyond is FULL; with more budget they continue to grow."""
     volume = disk.volume(total_bytes=5 * EXTENT + 1)
     assert volume.files.physical_extents() == 5
     assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
@@ -39,8 +39,8 @@ def test_the_budget_is_never_exceeded(disk):
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
 
 
-def test_a_segment_that_grows_takes_nothing_away(disk):
-    """Who measures just then finds as much room as before, and nothing is evicted for it."""
+def test_a_growing_segment_does_not_count_twice(disk):
+    """A measurement at that moment finds as much room as before, and nothing is evicted for it."""
     volume = disk.volume(total_bytes=6 * EXTENT)
     found = []
 
@@ -55,8 +55,8 @@ def test_a_segment_that_grows_takes_nothing_away(disk):
     assert found == [6] * len(found) != []
 
 
-def test_a_smaller_budget_shows(disk):
-    """When less is allowed than is allocated there is space for no more than is allowed."""
+def test_a_smaller_budget_takes_effect(disk):
+    """With less allowed than is allocated there is only room for the allowed size."""
     volume = disk.volume(total_bytes=6 * EXTENT)
     for index in range(6):
         disk.write(index * WHOLE, Block())
@@ -67,8 +67,8 @@ def test_a_smaller_budget_shows(disk):
     assert volume.files.physical_extents() == 2
 
 
-def test_a_segment_takes_what_it_needs(disk):
-    """Of a small budget one write takes its extent, not a whole segment."""
+def test_a_small_budget_gives_single_extents(disk):
+    """One write takes its extent of it, not a whole segment."""
     volume = disk.volume(total_bytes=6 * EXTENT)
     disk.write(0, Block())
     assert disk.segments() == {"00000.segment": EXTENT}
@@ -76,13 +76,13 @@ def test_a_segment_takes_what_it_needs(disk):
 
 
 def small_volume(directory, budget):
-    """A volume with segments of three extents."""
+    """Return a volume with segments of three extents."""
     files = SegmentFiles(directory, EXTENT, 3, budget, "auto", NoFaults())
     return SegmentVolume(LAYOUT, files)
 
 
 def test_volumes_share_a_budget(tmp_path):
-    """What one has taken the other has not."""
+    """Space that one has taken is not available to the other."""
     budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
     pair = [small_volume(tmp_path / name, budget) for name in "ab"]
     for volume in pair:
@@ -116,8 +116,8 @@ def test_the_reserve_stays_free(tmp_path):
     volume.files.close()
 
 
-def test_shrinking_gives_space_back(disk):
-    """Files wholly beyond go, one that is partly beyond is cut; the rest stays as it is."""
+def test_shrinking_frees_space(disk):
+    """Files wholly beyond are removed, a partial one is cut; the rest stays as it is."""
     volume = disk.volume()
     block = Block()
     for index in (0, 4, 8):
@@ -127,12 +127,12 @@ def test_shrinking_gives_space_back(disk):
     expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
     assert disk.segments() == expected
     assert disk.read(4 * WHOLE, block, new_slot())[0] is IoOutcome.OK
-    assert disk.write(8 * WHOLE, block) is IoOutcome.OK  # it comes back when it is needed
+    assert disk.write(8 * WHOLE, block) is IoOutcome.OK  # it is created again when it is needed
     assert disk.segments() == expected | {"00002.segment": 3 * EXTENT}
 
 
-def test_what_segments_take_is_what_the_file_system_says(disk):
-    """Of those that are there; one that somebody has removed takes nothing."""
+def test_allocated_bytes_are_those_of_the_file_system(disk):
+    """Of existing segments; one that somebody has removed takes nothing."""
     volume = disk.volume()
     assert disk.write(0, Block()) is IoOutcome.OK
     segments = list((disk.directory / "v").glob("*.segment"))
@@ -143,8 +143,8 @@ def test_what_segments_take_is_what_the_file_system_says(disk):
     assert volume.files.allocated_bytes == 0
 
 
-def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
-    """Those that the volume cannot have are not looked at."""
+def test_extents_of_missing_and_truncated_segments_are_missing(disk):
+    """Extents that the volume cannot have are not checked."""
     volume = disk.volume()
     assert disk.write(0, Block()) is IoOutcome.OK
     whole = volume.shape.sectors_per_extent
@@ -153,7 +153,7 @@ def test_extents_are_missing_whose_segment_is_not_there_or_is_cut_short(disk):
     assert volume.find_missing(extents, 5).tolist() == [False, False, False, True, True, False]
     assert volume.find_missing(extents, 4).tolist() == [False, False, False, True, False, False]
     (segment,) = (disk.directory / "v").glob("*.segment")
-    os.truncate(segment, EXTENT)  # the first one is whole
+    os.truncate(segment, EXTENT)  # the first one is complete
     inside = np.array([0, whole // 2, whole, whole + 1], np.int64)
     assert disk.volume().find_missing(inside, 5).tolist() == [False, False, True, True]
     os.truncate(segment, 1)

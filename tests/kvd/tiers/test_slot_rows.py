@@ -1,4 +1,4 @@
-"""Checksums: of used bytes only, slice by slice."""
+"""Checksums of slots: of used bytes only, slice by slice."""
 
 import struct
 
@@ -12,8 +12,8 @@ from tests.kvd.tiers.disk import LAYOUT, random_slot
 HASHER = BlockHasher(LAYOUT)
 
 
-def _used(slot, layer_index, num_tokens):
-    """Used bytes of a slice, joined as contracts say: component after component."""
+def _used_bytes_of(slot, layer_index, num_tokens):
+    """Return the used bytes of a slice, component after component."""
     parts = []
     for index, component in enumerate(LAYOUT.layers[layer_index].components):
         start = LAYOUT.component_offset(layer_index, index)
@@ -26,7 +26,7 @@ def test_checksums_are_of_the_used_bytes(num_tokens):
     """Layer by layer xxh3_64 of the components' first rows, little-endian."""
     slot = random_slot()
     expected = [
-        xxhash.xxh3_64_intdigest(_used(slot, layer, num_tokens))
+        xxhash.xxh3_64_intdigest(_used_bytes_of(slot, layer, num_tokens))
         for layer in range(len(LAYOUT.layers))
     ]
     checksums = HASHER.checksums(slot, num_tokens)
@@ -35,8 +35,8 @@ def test_checksums_are_of_the_used_bytes(num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 16])
-def test_every_used_byte_counts_and_no_other(num_tokens):
-    """A flipped bit is found exactly where rows are used."""
+def test_exactly_the_used_bytes_count(num_tokens):
+    """A flipped bit is found where rows are used, and nowhere else."""
     slot = random_slot()
     checksums = HASHER.checksums(slot, num_tokens)
     used = set()
@@ -50,7 +50,7 @@ def test_every_used_byte_counts_and_no_other(num_tokens):
         slot[position] ^= 1
 
 
-def test_some_layers_only():
+def test_a_range_of_layers_is_compared():
     """A range limits what is compared."""
     slot = random_slot()
     checksums = HASHER.checksums(slot, 16)

@@ -1,4 +1,4 @@
-"""Parts of states and windows on SSD and in the journal: all bytes of a slot, plain and sealed."""
+"""Parts of states and windows on SSD and in the journal: whole slots, plain and sealed."""
 
 import os
 import struct
@@ -20,7 +20,7 @@ WITH_STATES = replace(LAYOUT, position_mode="coupled", state_bytes=100_000)
 RECURRENT = replace(layout_with_states(0), state_bytes=20_000)
 LAYER = LAYOUT.layers[0]
 WINDOWED = replace(LAYOUT, layers=(replace(LAYER, window=40), *LAYOUT.layers))
-WIDE = Layer(LAYER.components * 16, window=40)  # a slot is larger than what tokens have in it
+WIDE = Layer(LAYER.components * 16, window=40)  # a slot is larger than its tokens' rows
 LAYOUTS = {
     "beside rows": WITH_STATES,
     "alone": RECURRENT,
@@ -36,7 +36,7 @@ def layout(request):
 
 @pytest.fixture(params=["plain", "sealed"])
 def stated_disk(disk, layout, request):
-    """A disk for a layout with states or windows."""
+    """Return a disk for a layout with states or windows."""
     if request.param == "sealed":
         disk.keys = new_keys()
     disk.volume(layout=layout)
@@ -44,7 +44,7 @@ def stated_disk(disk, layout, request):
 
 
 @pytest.mark.parametrize("layered", [True, False])
-def test_a_part_comes_back_whole(stated_disk, layout, layered):
+def test_a_part_round_trips_completely(stated_disk, layout, layered):
     """Every byte of the slot, paddings too; beside it blocks of tokens, full and partial."""
     shape = ExtentShape(layout)
     whole = shape.sectors_per_extent
@@ -62,7 +62,7 @@ def test_a_part_comes_back_whole(stated_disk, layout, layered):
 
 
 def test_any_flipped_byte_of_a_part_is_corrupt(stated_disk, layout):
-    """Also one that is padding where there are tokens."""
+    """Also one that would be padding in a block of tokens."""
     block = Block(0, layout)
     stated_disk.write(0, block)
     path = stated_disk.directory / "v" / "00000.segment"
@@ -77,16 +77,16 @@ def test_any_flipped_byte_of_a_part_is_corrupt(stated_disk, layout):
         path.write_bytes(data)
 
 
-def test_a_part_is_no_block_of_tokens(stated_disk, layout):
-    """Number of tokens and key are in the header, or bound to it."""
+def test_a_part_is_not_read_as_a_block_of_tokens(stated_disk, layout):
+    """The number of tokens and the key are in the header, or bound to it."""
     part = Block(0, layout)
     stated_disk.write(0, part)
     part.num_tokens = layout.block_tokens
     assert stated_disk.read(0, part, new_slot(layout))[0] is IoOutcome.CORRUPT
 
 
-def test_blocks_without_bytes_take_a_sector(disk):
-    """What is not there is not written: a header of 4 KiB, packed with others."""
+def test_empty_blocks_take_a_sector(disk):
+    """No rows are written: only a header of 4 KiB, packed with others."""
     shape = ExtentShape(RECURRENT)
     assert [shape.num_sectors(n) for n in (1, RECURRENT.block_tokens)] == [1, 1]
     assert shape.num_sectors(0) == 1 + RECURRENT.block_bytes // 4096
@@ -98,8 +98,8 @@ def test_blocks_without_bytes_take_a_sector(disk):
     assert not any(slot)
 
 
-def test_rows_of_a_layer_with_a_window_are_not_in_blocks_of_tokens():
-    """Nor is what a slot has room for beyond its rows."""
+def test_blocks_of_tokens_have_no_rows_of_layers_with_a_window():
+    """Nor unused room of the slot."""
     layout = LAYOUTS["of wide windows"]
     shape, of_one = ExtentShape(layout), ExtentShape(replace(LAYOUT, layers=(LAYER,)))
     assert layout.block_bytes > of_one.layout.block_bytes
@@ -108,7 +108,7 @@ def test_rows_of_a_layer_with_a_window_are_not_in_blocks_of_tokens():
 
 
 def test_a_layout_without_states_has_no_parts(disk):
-    """As before there were any: a header without tokens is no header."""
+    """A header without tokens is invalid there, as before."""
     disk.volume()
     block = Block(0, LAYOUT)
     assert disk.write(0, block) is IoOutcome.OK
@@ -119,7 +119,7 @@ def test_a_layout_without_states_has_no_parts(disk):
     ("journaled", "is_there"), [(WITH_STATES, True), (WINDOWED, True), (LAYOUT, False)]
 )
 def test_the_journal_names_parts(journaled, is_there):
-    """Where the layout has states or windows; elsewhere such a record is free, as it always was."""
+    """Where the layout has states or windows; elsewhere such a record is free, as before."""
     fd = os.memfd_create("journal")
     os.ftruncate(fd, journal_bytes(journaled, 2))
     journal = Journal(fd, journaled, 2, NoFaults())

@@ -1,4 +1,4 @@
-"""Extents: what is written is read, and everything else is CORRUPT, TRANSIENT or FULL."""
+"""Extents: written bytes are read, and every failure is CORRUPT, TRANSIENT or FULL."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ from tests.sampled import examples
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_written_blocks_are_read(disk, direct):
-    """Every extent gives back its block and what its header says, also to the next volume."""
+    """Every extent returns its block and header, to the next volume as well."""
     disk.volume(direct=direct)
     blocks = {extent * WHOLE: Block() for extent in (7, 0, 3, 2)}
     for extent, block in blocks.items():
@@ -44,7 +44,7 @@ def test_written_blocks_are_read(disk, direct):
     layered=st.booleans(),
 )
 def test_packed_blocks_round_trip(num_tokens, layered):
-    """Of a partial block the used rows come back, from as few sectors as hold them; no others."""
+    """Only the used rows of a partial block are read, from as few sectors as possible."""
     with tempfile.TemporaryDirectory() as directory:
         disk = Disk(Path(directory))
         disk.volume()
@@ -71,7 +71,7 @@ def test_packed_blocks_round_trip(num_tokens, layered):
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 15])
 def test_unused_rows_are_not_on_disk(disk, num_tokens):
-    """Slot and staging memory may hold another session's rows: behind the used ones are zeros."""
+    """Slot and staging memory may have another session's rows: unused rows are zeroed."""
     disk.volume()
     block = Block(num_tokens)
     disk.staging.take(2 * EXTENT)[:] = b"\xa5" * (2 * EXTENT)  # what was staged before
@@ -90,7 +90,7 @@ def test_unused_rows_are_not_on_disk(disk, num_tokens):
 
 
 def test_large_blocks_move_in_groups(disk):
-    """Layered reads bring a mebibyte at a time, scrubs and packed blocks four, others it all."""
+    """Layered reads take a mebibyte at a time, scrubs and packed blocks four, others all."""
     layers = tuple(Layer((Component("k", (1 << 13,), "float32"),)) for _ in range(24))
     layout = KVLayout("cd" * 16, layers, block_tokens=16)  # slices of 512 KiB
     disk.volume(layout=layout, extents_per_segment=2)
@@ -125,8 +125,8 @@ def test_no_space_is_full(disk, number, where):
 
 
 @pytest.mark.parametrize("had", [0, 1])
-def test_growth_that_fails_keeps_nothing(disk, had):
-    """Though the file had its space already: it is as long as before."""
+def test_failed_growth_keeps_nothing(disk, had):
+    """Even if the file had its space already: it gets its old length."""
     volume = disk.volume(total_bytes=(had + 1) * EXTENT)
     for extent in range(had):
         assert disk.write(extent * WHOLE, Block()) is IoOutcome.OK
@@ -145,8 +145,8 @@ def test_growth_that_fails_keeps_nothing(disk, had):
         (errno.EIO, IoOutcome.TRANSIENT),
     ],
 )
-def test_a_file_system_need_not_know_fallocate(disk, monkeypatch, number, outcome):
-    """Files have their size all the same; a disk that fails is another matter."""
+def test_fallocate_is_optional(disk, monkeypatch, number, outcome):
+    """Files get their size without it; a failing disk is another matter."""
 
     def refuse(*_):
         raise OSError(number, "injected")
@@ -158,8 +158,8 @@ def test_a_file_system_need_not_know_fallocate(disk, monkeypatch, number, outcom
     assert disk.segments() == {"00000.segment": EXTENT if is_there else 0}
 
 
-def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
-    """What lies there is no file that direct I/O goes to."""
+def test_an_unusable_segment_leaves_no_descriptor(disk):
+    """The file in its place does not support direct I/O."""
     volume = disk.volume()
     if not volume.files.is_direct:
         pytest.skip("the file system has no direct I/O")
@@ -171,7 +171,7 @@ def test_a_segment_that_cannot_be_used_leaves_no_descriptor(disk):
 
 
 def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
-    """A segment grows by less then; an error that is no lack of space is not asked twice."""
+    """A segment grows by less then; an error other than lack of space is not retried."""
     disk.volume(faults=Failing(errno.ENOSPC, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(0, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": EXTENT}
@@ -182,8 +182,8 @@ def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
     assert disk.segments() == {"00000.segment": EXTENT}
 
 
-def test_a_failed_sync_fails_all_since_the_last(disk):
-    """Also what was written meanwhile, and is synced later with success: the kernel forgot it."""
+def test_a_failed_sync_fails_all_writes_since_the_last_one(disk):
+    """Also later ones whose next sync succeeds: the kernel has dropped them."""
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_SYNCED))
     blocks = [Block() for _ in range(4)]
 
@@ -196,7 +196,7 @@ def test_a_failed_sync_fails_all_since_the_last(disk):
     assert volume.sync([write(0)]) == [IoOutcome.OK]
 
 
-def test_blocks_side_by_side_go_in_one_write(disk):
+def test_adjacent_blocks_are_one_write(disk):
     """Each has its header; a segment's end, a gap or a partial block ends the run."""
     volume = disk.volume()
     blocks = [Block() for _ in range(3)]
@@ -214,7 +214,7 @@ def test_blocks_side_by_side_go_in_one_write(disk):
     assert not volume.follows(action(3 * WHOLE), action(2 * WHOLE))  # of another segment
 
 
-def test_one_failure_does_not_fail_the_batch(disk):
+def test_one_failure_does_not_fail_its_batch(disk):
     """Blocks fail one by one."""
     disk.volume(faults=Failing(errno.EIO, write=True, extent=WHOLE))
     outcomes = [disk.write(index * WHOLE, Block()) for index in range(3)]
@@ -222,7 +222,7 @@ def test_one_failure_does_not_fail_the_batch(disk):
 
 
 def test_refused_direct_io_goes_through_the_page_cache(disk):
-    """Memory that is not aligned cannot be read into directly: it is read all the same."""
+    """Unaligned memory cannot be read into directly: it is read all the same."""
     volume = disk.volume(direct="on")
     block = Block()
     assert disk.write(0, block) is IoOutcome.OK
@@ -237,8 +237,8 @@ def test_refused_direct_io_goes_through_the_page_cache(disk):
     assert disk.read(WHOLE, block, new_slot())[0] is IoOutcome.OK
 
 
-def test_direct_io_is_used_where_there_is_some_unless_it_is_switched_off(disk):
-    """And what is used is visible."""
+def test_direct_io_is_used_where_possible_unless_switched_off(disk):
+    """The mode in use is visible."""
     assert not disk.volume(direct="off").files.is_direct
     assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
@@ -247,7 +247,7 @@ def test_direct_io_is_used_where_there_is_some_unless_it_is_switched_off(disk):
 
 
 def test_direct_io_can_be_switched_off(disk):
-    """And what is used is visible."""
+    """The mode in use is visible."""
     assert not disk.volume(direct="off").files.is_direct
     assert disk.made[-1].files.buffered_reason
     volume = disk.volume()
@@ -255,7 +255,7 @@ def test_direct_io_can_be_switched_off(disk):
 
 
 class Recorder(NoFaults):
-    """Notes the write points in order."""
+    """Records the write points in order."""
 
     def __init__(self):
         self.points = []
@@ -264,8 +264,8 @@ class Recorder(NoFaults):
         self.points.append(point)
 
 
-def test_write_points(disk):
-    """A kill can fall between each two steps of a write: they are passed in this order."""
+def test_write_points_are_passed_in_order(disk):
+    """A kill may come between any two steps of a write."""
     faults = Recorder()
     volume = disk.volume(faults=faults)
     for _ in range(2):
@@ -306,8 +306,8 @@ def _fill_real_disk(mounted):
 
 
 @pytest.mark.parametrize(("direct", "level"), [("on", "warning"), ("auto", "info")])
-def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
-    """Others are told, and no more."""
+def test_missing_direct_io_is_a_warning_if_it_was_requested(disk, direct, level):
+    """Otherwise it is information."""
     volume = disk.volume(direct=direct)
     if not volume.files.is_direct:
         pytest.skip("the file system has no direct I/O")
@@ -319,7 +319,7 @@ def test_who_asked_for_direct_io_is_warned_without_it(disk, direct, level):
 
 
 def test_a_volume_is_removed_with_its_directory(disk):
-    """Unless a segment is still there: then it is found again, by its id."""
+    """Unless it still has a segment: then it is found again, by its id."""
     for num_kept, is_left in ((WHOLE, True), (0, False)):
         files = disk.volume().files
         assert disk.write(0, Block()) is IoOutcome.OK
@@ -330,7 +330,7 @@ def test_a_volume_is_removed_with_its_directory(disk):
         assert (disk.directory / "v" / ID_NAME).exists() is is_left
 
 
-def test_a_volume_says_which_it_is(disk):
+def test_a_volume_keeps_its_id(disk):
     """The same each time it is opened."""
     files = disk.volume().files
     files.close()

@@ -1,4 +1,4 @@
-"""What the keys of kvd top do."""
+"""The keys of kvd top."""
 
 import pytest
 
@@ -10,7 +10,7 @@ NAMES = [("default", "m", str(number)) for number in range(30)]
 
 
 def after(keys, screen=None, names=NAMES):
-    """The screen after some keys, and the commands on the way."""
+    """Return the screen after some keys, and the commands on the way."""
     screen, commands = screen or Screen(), []
     for key in keys:
         screen, command = on_key(screen, key, names)
@@ -35,8 +35,8 @@ def test_a_session_is_chosen(keys, index):
     assert (index_of(screen, NAMES), commands) == (index, [])
 
 
-def test_the_choice_follows_its_session():
-    """When the list moves the same session stays chosen; if it is gone, the first one is."""
+def test_the_selection_follows_its_session():
+    """When the list changes the same session stays selected; if it is gone, the first one is."""
     screen, _ = after(["down", "down"])
     assert index_of(screen, NAMES[1:]) == 1
     assert index_of(screen, NAMES[3:]) == 0
@@ -45,8 +45,8 @@ def test_the_choice_follows_its_session():
 @pytest.mark.parametrize(
     ("key", "act"), [("f", Act.FLUSH), ("p", Act.PIN), ("s", Act.SOFT_PIN), ("u", Act.UNPIN)]
 )
-def test_what_changes_something_asks_first(key, act):
-    """Only y does it, to the session that was chosen; any other key does nothing, q included."""
+def test_changes_need_confirmation(key, act):
+    """Only y confirms, for the selected session; any other key cancels, also q."""
     asked, commands = after(["down", key])
     assert (asked.question, commands) == (Command(act, NAMES[1]), [])
     done, commands = after(["y"], asked)
@@ -57,28 +57,28 @@ def test_what_changes_something_asks_first(key, act):
         assert left.message == "nothing was done"
 
 
-def test_a_question_is_about_what_was_chosen_then():
-    """If the list changes before the answer, the session asked about is meant."""
+def test_a_question_is_about_the_session_selected_then():
+    """It does not change if the list changes before the answer."""
     asked, _ = after(["down", "f"])
     _, command = on_key(asked, "y", NAMES[5:])
     assert command == Command(Act.FLUSH, NAMES[1])
 
 
-def test_sorting_begins_at_the_top():
+def test_sorting_selects_the_top():
     """Each order has its key; r reverses, and another order begins unreversed."""
     screen, _ = after(["down", "b"])
     assert (screen.order, screen.chosen) == (kvd_pb2.SESSION_ORDER_BYTES, None)
     assert after(["r"], screen)[0].is_reversed
     again, _ = after(["r", "t"], screen)
     assert (again.order, again.is_reversed) == (kvd_pb2.SESSION_ORDER_TOKENS, False)
-    for busiest in (Screen(), after(["t", "i"], screen)[0]):  # what was used last stands first
+    for busiest in (Screen(), after(["t", "i"], screen)[0]):  # the session used last is first
         assert (busiest.order, busiest.is_reversed) == (kvd_pb2.SESSION_ORDER_IDLE, True)
     assert after(["e"])[0].order == kvd_pb2.SESSION_ORDER_TTL
     assert after(["b", "i"])[0].order == kvd_pb2.SESSION_ORDER_IDLE
 
 
-def test_views_come_and_go():
-    """Enter shows a session and the list again, ? the help until any key, Space holds, q ends."""
+def test_views_are_opened_and_closed():
+    """Enter shows a session and the list again, ? the help until any key, Space pauses, q ends."""
     assert after(["enter"])[0].shows_session
     assert not after(["enter", "enter"])[0].shows_session
     assert not after(["enter", "escape"])[0].shows_session
@@ -91,13 +91,13 @@ def test_views_come_and_go():
 
 
 def test_an_empty_list_has_nothing_to_choose():
-    """No key asks about a session that is not there, and none breaks."""
+    """No key asks about a missing session, and none fails."""
     keys = ["down", "f", "p", "enter", "end", "unknown", "x", "escape"]
     assert after(keys, names=[]) == (Screen(), [])
 
 
-def test_what_a_terminal_sends_is_split_into_keys():
-    """Arrows and pages in both of their forms, characters, a paste, and what nobody knows."""
+def test_terminal_input_is_split_into_keys():
+    """Arrows and pages in both of their forms, characters, a paste, and unknown sequences."""
     assert split_keys("\x1b[A\x1bOBq\r \x1b[6~") == [
         "up",
         "down",

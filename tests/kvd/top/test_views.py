@@ -1,4 +1,4 @@
-"""What kvd top shows, at widths that terminals have."""
+"""The screens of kvd top, at widths that terminals have."""
 
 import io
 
@@ -13,7 +13,7 @@ SIZES = [(80, 24), (140, 40), (40, 10)]
 
 
 def stats(uptime_s=100.0, **counters):
-    """Two tiers, one engine, counters."""
+    """Make statistics of two tiers, one engine, counters."""
     layout = kvd_pb2.LayoutStats(
         layout="ff",
         model="5e" * 16,
@@ -71,7 +71,7 @@ def lines(seen, screen, width, height):
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("shown", ["list", "help", "session", "question"])
 def test_every_screen_fits(width, height, shown):
-    """No line is longer than the terminal is wide, and there are no more of them than it has."""
+    """No line is longer than the terminal's width, and there are no more than its height."""
     detail = kvd_pb2.DescribeSessionResponse(
         info=session(3), history=[kvd_pb2.SessionMove(kind="stored", num_blocks=3)] * 40
     )
@@ -89,7 +89,7 @@ def test_every_screen_fits(width, height, shown):
 
 
 def test_the_last_interval_is_shown():
-    """Hit rate and tokens a second are those since the look before; windows and jobs as of now."""
+    """Hit rate and tokens per second since the last sample; present windows and jobs."""
     text = "\n".join(lines(SEEN, Screen(), 100, 30))
     assert "hits 100% of 3.0 loads/s" in text
     assert "50 dram" in text
@@ -100,8 +100,8 @@ def test_the_last_interval_is_shown():
     assert "inference-svc@llama  pid 77" in text
 
 
-def test_the_list_moves_with_the_choice():
-    """The chosen session is always seen, and the keys stand at the foot."""
+def test_the_list_scrolls_with_the_selection():
+    """The selected session is always visible, and the keys are at the foot."""
     for number in (0, 30, 59):
         name = ("acme", "5e" * 16, f"conversation-{number:02}")
         found = lines(SEEN, Screen(chosen=name), 80, 24)
@@ -109,16 +109,16 @@ def test_the_list_moves_with_the_choice():
         assert "q quit" in [line for line in found if line][-1]
 
 
-def test_a_problem_is_said_at_the_foot():
-    """What was seen last stays, with what is wrong."""
+def test_a_problem_is_shown_at_the_foot():
+    """The last sample stays, with the error."""
     seen = Snapshot(SEEN.stats, None, (), SEEN.sessions, 60, problem="no kvd answers; asking again")
     found = [line for line in lines(seen, Screen(), 80, 24) if line]
     assert found[-1] == "no kvd answers; asking again"
     assert found[0].startswith("kvd 1")
 
 
-def test_the_last_looks_are_bars():
-    """A hit rate fills its bar, rates are drawn against their most; the newest is at the right."""
+def test_the_last_samples_are_bars():
+    """A hit rate fills its bar, rates are relative to their maximum; the newest is at the right."""
     one = points(
         stats(102.0, load_hits=5, load_misses=10, load_tokens_ssd=10),
         stats(100.0, load_hits=5, load_misses=5, load_tokens_ssd=0),
@@ -134,14 +134,14 @@ def test_the_last_looks_are_bars():
     assert len(line) <= 80
 
 
-def test_a_restart_has_no_bar():
-    """Nothing is counted backwards; a layout that was not there is a blank."""
+def test_a_restart_leaves_a_gap():
+    """No rate is negative; a layout that did not exist is blank."""
     assert points(stats(1.0, load_hits=5), stats(100.0, load_hits=50)) == {}
     assert points(stats(1.0), None) == {}
     assert not set("▁▂▃▄▅▆▇█") & set(trend_line("other", LOOKS, 80).plain)
 
 
 def test_a_low_terminal_keeps_its_lines_for_sessions():
-    """Bars are where there is room."""
+    """Bars are shown where there is room."""
     assert any(line.startswith("trend") for line in lines(SEEN, Screen(), 80, 24))
     assert not any(line.startswith("trend") for line in lines(SEEN, Screen(), 80, 16))

@@ -1,4 +1,4 @@
-"""Events reach watchers, and a slow one does not hold anybody up."""
+"""Events reach watchers, and a slow one delays nothing."""
 
 import pytest
 
@@ -11,7 +11,7 @@ KEY = SessionKey("tenant", "model", "a")
 
 
 async def test_every_watcher_receives_every_event():
-    """An event carries its name, session and facts to all who watch."""
+    """With its name, session and fields."""
     hub = EventHub(max_watchers=2)
     with hub.watch() as one, hub.watch() as two:
         hub.publish(Emit("session_stored", KEY, {"num_tokens": "3"}))
@@ -22,7 +22,7 @@ async def test_every_watcher_receives_every_event():
 
 
 async def test_a_slow_watcher_loses_the_oldest():
-    """The queue is bounded; what is newest is kept, and the watcher learns how many it has lost."""
+    """The queue is bounded; the newest are kept, and the watcher learns how many it has lost."""
     hub = EventHub(max_watchers=1)
     with hub.watch() as watcher:
         for number in range(MAX_WAITING + 5):
@@ -33,8 +33,8 @@ async def test_a_slow_watcher_loses_the_oldest():
         assert (await watcher.next()).name == "event_5"
 
 
-async def test_a_watcher_receives_what_it_asked_for():
-    """By session, tenant and name; what is about no session is of no tenant."""
+async def test_a_watcher_receives_the_events_it_selected():
+    """By session, tenant and name; events without a session belong to no tenant."""
     hub = EventHub(max_watchers=4)
     other = SessionKey("other", "model", "b")
     filters = {
@@ -60,7 +60,7 @@ async def test_a_watcher_receives_what_it_asked_for():
 
 
 def test_old_events_are_forgotten():
-    """The log is bounded; of a tenant that is to leave no trace nothing stays in it."""
+    """The log is bounded; an erased tenant leaves nothing in it."""
     hub = EventHub(max_watchers=1)
     for number in range(MAX_RECENT + 5):
         hub.publish(Emit(f"event_{number}"))

@@ -29,8 +29,8 @@ def _turns(draw):
 
 
 @given(st.lists(_turns(), max_size=5))
-def test_a_turn_comes_back_as_it_was(turns) -> None:
-    """All but the instants, which then count from the oldest of them."""
+def test_a_turn_round_trips(turns) -> None:
+    """Except for times, which are relative to the oldest turn."""
     (message,) = _messages(turns)
     oldest_ns = min((turn.arrived_ns for turn in turns), default=0)
     for turn, back in zip(turns, recorded_turns(message.turns), strict=True):
@@ -47,7 +47,7 @@ def test_a_turn_comes_back_as_it_was(turns) -> None:
         assert back.is_ended == turn.is_ended
 
 
-def test_a_message_says_what_the_daemon_is() -> None:
+def test_a_message_describes_the_daemon() -> None:
     """Even without a turn."""
     (message,) = _messages([])
     layout = small_layout()
@@ -58,8 +58,8 @@ def test_a_message_says_what_the_daemon_is() -> None:
     assert _messages([], 60.0)[0].ttl_s == 60
 
 
-def test_messages_are_of_bounded_size() -> None:
-    """A long log comes in parts, each with what the daemon is."""
+def test_the_size_of_messages_is_bounded() -> None:
+    """A long log comes in parts, each with the description of the daemon."""
     turn = RecordedTurn(1, 1, 0, 0, 0, 0, 0, 0, 1, is_asked=True)
     messages = _messages([turn] * (2 * TURNS_PER_MESSAGE + 1))
     assert [len(message.turns) for message in messages] == [TURNS_PER_MESSAGE] * 2 + [1]

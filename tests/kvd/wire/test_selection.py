@@ -1,4 +1,4 @@
-"""What callers mean by filters, and what they may see."""
+"""Filters of callers, and the tenants that these may see."""
 
 import pytest
 
@@ -17,11 +17,11 @@ from shared.types.session_key import SessionKey
 
 MINE = frozenset({"mine"})
 SESSION = kvd_pb2.SessionKey(session_id="a")
-OF_A_LATER_RELEASE = b"\x0a\x04mine\x78\x01"  # a tenant, and field 15, which is not there yet
+OF_A_LATER_RELEASE = b"\x0a\x04mine\x78\x01"  # a tenant, and field 15, which does not exist yet
 
 
 def test_a_filter_is_decoded():
-    """Every condition has its place; without any it is for everything."""
+    """Every condition has its field; an empty one matches everything."""
     message = kvd_pb2.SessionFilter(
         tenant="mine",
         tier=kvd_pb2.TIER_SSD,
@@ -50,8 +50,8 @@ def test_a_filter_is_decoded():
     ],
     ids=["tier", "negative", "nan", "too-long", "unknown"],
 )
-def test_a_filter_that_cannot_be_is_refused(message):
-    """With a remedy, and before anything is looked at."""
+def test_an_invalid_filter_is_refused(message):
+    """With a remedy, and before any session is read."""
     with pytest.raises(InvalidRequestError):
         filter_of(message, None)
 
@@ -66,8 +66,8 @@ def test_a_listing_has_a_known_order():
         listing_of(kvd_pb2.ListSessionsRequest(order=99), None)
 
 
-def test_a_flush_says_what_it_is_for():
-    """One session, or conditions, or all: exactly one of them, and no condition is none."""
+def test_a_flush_has_exactly_one_selection():
+    """One session, or conditions, or all; no condition is none of these."""
     by_model = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(model="5e"))
     assert names_one_session(kvd_pb2.FlushRequest(session=SESSION))
     assert not names_one_session(kvd_pb2.FlushRequest(all=True))
@@ -84,8 +84,8 @@ def test_a_flush_says_what_it_is_for():
             names_one_session(request)
 
 
-def test_sessions_of_others_do_not_exist():
-    """Who may not see a tenant gets the same answer as if its session were not there."""
+def test_sessions_of_other_tenants_look_unknown():
+    """The answer is the same as for a session that does not exist."""
     check_allowed(SessionKey("mine", "", "a"), MINE)
     check_allowed(SessionKey("other", "", "a"), None)
     with pytest.raises(UnknownSessionError, match="is stored"):
@@ -93,7 +93,7 @@ def test_sessions_of_others_do_not_exist():
 
 
 def test_events_of_others_are_not_sent():
-    """Within its tenants a caller may name one; of others, and of none, it receives nothing."""
+    """A caller may name one of its tenants; of others, and of none, it receives nothing."""
     about = {
         name: kvd_pb2.Event(name=name, session=kvd_pb2.SessionKey(tenant=name, session_id="a"))
         for name in ("mine", "other")

@@ -1,4 +1,4 @@
-"""A gRPC server with a guard, in this process: kvd's Reader, of which two methods are there."""
+"""A gRPC server with a guard, in this process: kvd's Reader, with two of its methods."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -24,17 +24,17 @@ READER = "kvd.v1.Reader"
 
 
 class EchoReader(kvd_pb2_grpc.ReaderServicer):
-    """Answers with the name of who calls."""
+    """Answers with the caller's name."""
 
     def __init__(self) -> None:
         self.held: list[str] = []
 
     async def GetStats(self, request, context):  # noqa: N802
-        """Say who asks."""
+        """Return the caller."""
         return kvd_pb2.GetStatsResponse(version=current_identity().name)
 
     async def WatchEvents(self, request, context):  # noqa: N802
-        """Say who watches, and go on for ever."""
+        """Stream the caller, endlessly."""
         self.held.append(current_identity().name)
         yield kvd_pb2.Event(name=current_identity().name)
         await asyncio.get_running_loop().create_future()
@@ -42,7 +42,7 @@ class EchoReader(kvd_pb2_grpc.ReaderServicer):
 
 @dataclass
 class GuardedServer:
-    """Where it listens, and what can be changed while it does."""
+    """The server's address, and what can be changed while it serves."""
 
     address: str
     book: ClientBook
@@ -50,18 +50,18 @@ class GuardedServer:
     channels: list[grpc.aio.Channel] = field(default_factory=list)
 
     def channel(self, credentials: ClientCredentials | None = None) -> grpc.aio.Channel:
-        """A new connection."""
+        """Open a new connection."""
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
         channel = aio_channel_of(self.address, credentials, options)
         self.channels.append(channel)
         return channel
 
     def stub(self, credentials: ClientCredentials | None = None) -> Any:
-        """Reader, over a new connection."""
+        """Return a Reader stub over a new connection."""
         return kvd_pb2_grpc.ReaderStub(self.channel(credentials))
 
     async def who(self, credentials: ClientCredentials | None = None) -> str:
-        """Whom the server takes us for."""
+        """Return the caller as the server sees it."""
         answer = await self.stub(credentials).GetStats(kvd_pb2.GetStatsRequest(), timeout=30)
         return str(answer.version)
 
@@ -76,7 +76,7 @@ async def guarded_server(
     metrics: RpcMetrics | None = None,
     **guard: Any,
 ) -> AsyncIterator[GuardedServer]:
-    """Serve on a port of the loopback, or on a socket whose openers are somebody."""
+    """Serve on a port of the loopback, or on a socket whose users have an identity."""
     book, reader = ClientBook(Clients(clients)), EchoReader()
     own = None if socket is None else socket[1]
     metrics = metrics or RpcMetrics()

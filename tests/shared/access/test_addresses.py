@@ -1,4 +1,4 @@
-"""What an address is, lists of them, and how clients go to them."""
+"""Addresses, lists of them, and how clients use them."""
 
 import pytest
 
@@ -11,16 +11,16 @@ from shared.access.channels import (
 )
 
 
-def test_what_an_address_is():
-    """Hosts by name and number, ports that there are."""
+def test_valid_addresses():
+    """Hosts by name and number, with valid ports."""
     assert all(map(is_tcp, ("h:1", "1.2.3.4:65535", "[::1]:80", "a-b.c:0")))
     assert not any(map(is_tcp, ("h", "h:", ":1", "h:65536", "h:x", "h:1\n", "[::1:80", "a b:1")))
     assert not is_loopback("128.0.0.1:1")
     assert not is_loopback("[::2]:1")
 
 
-def test_lists_of_addresses():
-    """Any number of them, in their order; of one kind where there is no other."""
+def test_lists_of_addresses_keep_their_order():
+    """Any number of them; of one kind where no other is allowed."""
     both = ("unix:/run/x", "127.0.0.1:1", "[::1]:1")
     assert validate_sockets(both) == both
     assert validate_ports(both[1:]) == both[1:]
@@ -38,8 +38,8 @@ def test_what_is_no_address_is_named(address):
         validate_ports(["127.0.0.1:1", address])
 
 
-def test_a_port_is_no_socket_and_no_address_is_there_twice():
-    """Each would fail when it is bound, and not say which setting is meant."""
+def test_mixed_kinds_and_repeated_addresses_are_refused():
+    """Binding would fail, without naming the setting."""
     with pytest.raises(ValueError, match="unix:/run/x"):
         validate_ports(["unix:/run/x"])
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 is listed twice"):
@@ -47,14 +47,14 @@ def test_a_port_is_no_socket_and_no_address_is_there_twice():
 
 
 @pytest.mark.parametrize("address", ["nowhere", "h:1/path", "http://h:1", ""])
-def test_a_client_is_told_what_is_no_address(address):
-    """Before anything is sent anywhere."""
+def test_a_client_refuses_an_invalid_address(address):
+    """Before anything is sent."""
     with pytest.raises(ConnectionOptionsError, match="host:port"):
         channel_of(address, ClientCredentials(), ())
 
 
-def test_files_of_a_command_line(tmp_path):
-    """A certificate goes with its key, and files must be there."""
+def test_files_of_a_command_line_are_checked(tmp_path):
+    """A certificate needs its key, and files must exist."""
     with pytest.raises(ConnectionOptionsError, match="--tls-key"):
         read_credentials(tls_cert=tmp_path / "c")
     with pytest.raises(ConnectionOptionsError, match="--tls-ca"):

@@ -1,4 +1,4 @@
-"""Which client a token or a certificate belongs to, and how a token gets to its client."""
+"""The client of a token or a certificate, and how a client gets its token."""
 
 import re
 import stat
@@ -25,15 +25,15 @@ CLIENTS = Clients(
 OWN = socket_identity("reader.sock", ("*",), ("reader",))
 
 
-def test_a_token_names_its_client_while_it_is_replaced_too():
+def test_both_tokens_of_a_client_work_during_a_replacement():
     """Each digest of a client counts."""
     for token in (OLD, TOKEN):
         found = authenticate(CLIENTS, f"Bearer {token}", (), None)
         assert (found.name, found.via, found.tenants) == ("web", "token", ("acme",))
 
 
-def test_a_certificate_names_its_client():
-    """By any of its names; a token that comes along says more."""
+def test_a_certificate_identifies_its_client():
+    """By any of its names; a token has precedence."""
     names = ["other", "probe.example"]
     assert authenticate(CLIENTS, "", names, None).name == "probe"
     assert authenticate(CLIENTS, f"bearer  {TOKEN}", names, None).name == "web"
@@ -44,8 +44,8 @@ def test_a_certificate_names_its_client():
     ["Bearer wrong", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, "Bearer " + "x" * 100_000],
 )
 @pytest.mark.parametrize("own", [None, OWN], ids=["tcp", "socket"])
-def test_every_wrong_token_is_refused_with_the_same_words(authorization, own):
-    """Also on a socket that would let the caller in without one: it is not who it says."""
+def test_every_wrong_token_gets_the_same_refusal(authorization, own):
+    """Also on a socket that needs none: the caller is not who it claims to be."""
     with pytest.raises(UnauthenticatedError) as refused:
         authenticate(CLIENTS, authorization, ["probe.example"], own)
     with pytest.raises(UnauthenticatedError) as other:
@@ -53,15 +53,15 @@ def test_every_wrong_token_is_refused_with_the_same_words(authorization, own):
     assert str(refused.value) == str(other.value)
 
 
-def test_a_socket_speaks_for_who_comes_without_a_token():
-    """Where there are no clients at all, what libraries always send is no token."""
+def test_a_socket_identifies_callers_without_a_token():
+    """Without any clients, tokens that libraries always send are ignored."""
     assert authenticate(CLIENTS, "", (), OWN) is OWN
     assert authenticate(Clients({}), "Bearer anything", (), OWN) is OWN
     with pytest.raises(UnauthenticatedError):
         authenticate(Clients({}), "Bearer anything", (), None)
 
 
-def test_a_made_token_is_read_from_its_file(tmp_path):
+def test_a_generated_token_is_read_from_its_file(tmp_path):
     """Only its owner can read the file, which is never overwritten; the settings get the digest."""
     path = tmp_path / "token"
     made = make_token(path)
@@ -78,8 +78,8 @@ def test_a_made_token_is_read_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"two words", b"\xff\xfe", b"line\nline", None])
-def test_what_is_no_token_is_not_sent(tmp_path, content):
-    """A file that is missing, empty, or something else is named; its content is not."""
+def test_an_invalid_token_is_not_sent(tmp_path, content):
+    """A missing, empty or wrong file is named, without its contents."""
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
@@ -89,7 +89,7 @@ def test_what_is_no_token_is_not_sent(tmp_path, content):
 
 
 def test_streams_are_counted_by_client():
-    """Each client has its own bound or the common one, which may change."""
+    """Each has its own bound or the common one, which may change."""
     counts = StreamCounts(most=1)
     web = authenticate(CLIENTS, f"Bearer {TOKEN}", (), None)
     probe = authenticate(CLIENTS, "", ["probe.example"], None)
@@ -108,8 +108,8 @@ def test_streams_are_counted_by_client():
 
 
 @pytest.mark.parametrize("both", [{"token_sha256": ("a" * 64,)}, {"certificate_names": ("web",)}])
-def test_two_clients_cannot_be_one(both):
-    """Nobody could say which of them calls; one client may list what it has twice."""
+def test_two_clients_cannot_have_one_digest(both):
+    """They could not be distinguished; one client may list an entry twice."""
     one = ClientSettings(tenants=("a",), **{name: each * 2 for name, each in both.items()})
     assert check_distinct({"one": one}) == {"one": one}
     with pytest.raises(ValueError, match="one and other"):

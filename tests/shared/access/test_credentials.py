@@ -1,4 +1,4 @@
-"""TLS of both kinds of servers: files that fit, files that are renewed, and who calls over HTTP."""
+"""TLS of both kinds of servers: valid files, renewed files, and callers over HTTP."""
 
 import asyncio
 import socket
@@ -30,12 +30,12 @@ CLIENTS = {
 
 
 def certificate_of(address: str, authority: Authority) -> bytes:
-    """What a server shows at a new connection."""
+    """Return the certificate that a server shows at a new connection."""
     host, _, port = address.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), ca_certs=str(authority.path)).encode()
 
 
-async def test_a_renewed_certificate_is_shown_to_the_next_connection(tmp_path):
+async def test_a_renewed_certificate_is_used_at_the_next_connection(tmp_path):
     """By gRPC's server and by aiohttp's, without a restart; half a renewal changes nothing."""
     authority = Authority(tmp_path)
     tls = authority.server(wants_certificates=False)
@@ -61,8 +61,8 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(tmp_path):
         await http.stop(1)
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path):
-    """Missing, no PEM, a key of another certificate, a key with a password: a refused start."""
+def test_unusable_files_are_named(tmp_path):
+    """Missing, no PEM, another certificate's key, a key with a password: the start is refused."""
     authority = Authority(tmp_path)
     good, other = authority.issue("good", "a.example"), authority.issue("other", "b.example")
     broken = tmp_path / "broken.pem"
@@ -90,8 +90,8 @@ def _with_password(pem: bytes) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, locked)
 
 
-def test_a_bare_name_is_a_credential_of_systemd(tmp_path, monkeypatch):
-    """As LoadCredential= brings it."""
+def test_a_bare_name_is_a_systemd_credential(tmp_path, monkeypatch):
+    """As LoadCredential= provides it."""
     pair = Authority(tmp_path).issue("server", "localhost")
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     ssl_context(TlsSettings(certificate=pair.certificate.name, key=pair.key.name))
@@ -100,7 +100,7 @@ def test_a_bare_name_is_a_credential_of_systemd(tmp_path, monkeypatch):
         ssl_context(TlsSettings(certificate=pair.certificate.name, key=pair.key.name))
 
 
-async def test_who_sends_an_http_request(tmp_path):
+async def test_the_caller_of_an_http_request(tmp_path):
     """By token, by certificate, by neither: as for gRPC."""
     authority = Authority(tmp_path)
     clients = Clients(CLIENTS)
@@ -142,8 +142,8 @@ async def test_who_sends_an_http_request(tmp_path):
         await server.stop(1)
 
 
-async def test_whoever_opens_an_http_socket_is_somebody(short_dir):
-    """The socket's own identity, which the server knows and not the request."""
+async def test_an_http_socket_identifies_its_users(short_dir):
+    """The identity belongs to the socket, and is not in the request."""
     own = socket_identity("socket", ("acme",), ("client",))
     seen = []
 
@@ -164,8 +164,8 @@ async def test_whoever_opens_an_http_socket_is_somebody(short_dir):
     assert seen == [own]
 
 
-async def test_a_client_whose_authority_is_gone_does_not_come_back(tmp_path):
-    """Not by resuming a TLS session either, which shows no certificate."""
+async def test_a_client_of_a_removed_authority_is_refused(tmp_path):
+    """Also when it resumes a TLS session, without its certificate."""
     authority = Authority(tmp_path)
     tls = authority.server(wants_certificates=True)
     pair = authority.issue("client", "probe.example")
@@ -176,7 +176,7 @@ async def test_a_client_whose_authority_is_gone_does_not_come_back(tmp_path):
     try:
         answer, session = await asyncio.to_thread(_ask, context, server.addresses[0])
         assert answer.startswith(b"HTTP/1.0 404")
-        Authority(tmp_path, "ca")  # in the place of the first
+        Authority(tmp_path, "ca")  # replacing the first
         answer, _ = await asyncio.to_thread(_ask, context, server.addresses[0], session)
         assert not answer
         context.maximum_version = ssl.TLSVersion.TLSv1_2  # resumes without tickets
@@ -187,7 +187,7 @@ async def test_a_client_whose_authority_is_gone_does_not_come_back(tmp_path):
 
 
 def _ask(context: ssl.SSLContext, address: str, session: ssl.SSLSession | None = None):
-    """What an HTTPS server answers, if it does, and the session to be resumed."""
+    """Return an HTTPS server's answer, if any, and the session for a resumption."""
     host, _, port = address.rpartition(":")
     with (
         socket.create_connection((host, int(port))) as plain,

@@ -1,4 +1,4 @@
-"""What keeps a user from a socket, in words."""
+"""Explanations why a user cannot open a socket."""
 
 import grp
 import os
@@ -26,7 +26,7 @@ print("" if denial is None else f"{denial.what}: {denial.remedy}")
 
 @pytest.fixture
 def bound(short_dir):
-    """A socket of root's and of a group, in a directory that all may enter."""
+    """Bind a socket of root's and of a group, in a directory that every user may enter."""
     let_others_enter(short_dir)
     path = short_dir / "d" / "s"
     path.parent.mkdir()
@@ -38,31 +38,31 @@ def bound(short_dir):
         yield path
 
 
-def told_to_nobody(path):
-    """The remedy for a user of no group."""
+def remedy_without_groups(path):
+    """Return the remedy for a user without groups."""
     command = [sys.executable, "-c", AS_NOBODY, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_owner_and_way_in_are_named(bound):
-    """Of the socket, or of the directory that stands before it; and what a group would give."""
-    said = told_to_nobody(bound)
+def test_owner_and_group_are_named(bound):
+    """Of the socket, or of a closed directory above it; with the access that a group gives."""
+    said = remedy_without_groups(bound)
     assert f"may not open {bound} (root:{GROUP}, mode 660)" in said
     assert f"become a member of group {GROUP} (sudo usermod -aG {GROUP} nobody" in said
     bound.chmod(0o600)
-    said = told_to_nobody(bound)
+    said = remedy_without_groups(bound)
     assert "mode 600): use sudo, or be root" in said
     bound.parent.chmod(0o700)
-    said = told_to_nobody(bound)
+    said = remedy_without_groups(bound)
     assert f"may not enter {bound.parent} (root:root, mode 700): use sudo" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_what_may_be_opened_is_not_denied(bound):
+def test_an_accessible_or_missing_socket_is_not_denied(bound):
     """And what is not there is not denied to anybody: nobody listens."""
     bound.chmod(0o666)
-    assert told_to_nobody(bound) == ""
-    assert told_to_nobody(bound.with_name("none")) == ""
+    assert remedy_without_groups(bound) == ""
+    assert remedy_without_groups(bound.with_name("none")) == ""
     assert denial_of(bound) is None

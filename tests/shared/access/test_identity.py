@@ -1,4 +1,4 @@
-"""What an identity allows."""
+"""The permissions of an identity."""
 
 import pytest
 
@@ -20,22 +20,22 @@ def _identity(*tenants: str, roles: tuple[str, ...] = ()) -> Identity:
         (("a", "*"), "z", "z"),
     ],
 )
-def test_a_request_means_a_tenant_of_its_caller(tenants, requested, meant):
-    """The one it names, or the caller's first."""
+def test_a_request_has_a_tenant_of_its_caller(tenants, requested, meant):
+    """The named one, or the caller's first."""
     assert _identity(*tenants).tenant(requested) == meant
 
 
 @pytest.mark.parametrize(("tenants", "requested"), [(("a",), "b"), (("a",), "*"), ((), "")])
-def test_a_tenant_of_others_is_denied(tenants, requested):
-    """Be it there or not; "*" is no tenant that can be named."""
+def test_other_tenants_are_denied(tenants, requested):
+    """Existing or not; "*" cannot be named."""
     with pytest.raises(TenantDeniedError) as denied:
         _identity(*tenants).tenant(requested)
     assert denied.value.remedy
     assert denied.value.exit_code == 7
 
 
-def test_operators_may_look():
-    """The role operator includes reader, and nothing includes operator."""
+def test_operators_may_read():
+    """The role operator includes reader, and no role includes operator."""
     operator = _identity("*", roles=("operator",))
     operator.check_role("reader")
     with pytest.raises(RoleDeniedError, match="engine"):
@@ -44,7 +44,7 @@ def test_operators_may_look():
         _identity("*", roles=("reader",)).check_role("operator")
 
 
-def test_what_concerns_all_tenants_is_for_who_may_name_all():
+def test_calls_for_all_tenants_need_all_tenants():
     """Others get a remedy."""
     socket_identity("s", ("*",), ("reader",)).check_all_tenants("GetStats")
     with pytest.raises(TenantDeniedError, match="GetStats, which concerns all tenants"):

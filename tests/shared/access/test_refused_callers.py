@@ -1,4 +1,4 @@
-"""Who is turned away is named, as far as known, and counted; so are TLS connections of nobody."""
+"""Refused callers are named if known, and counted; so are failed TLS handshakes."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ CLIENTS = {
 
 
 class Clock:
-    """Seconds, as the test says."""
+    """A clock that tests set."""
 
     now_s = 100.0
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 async def test_a_known_client_is_named():
-    """One that has not the role, by the name in the settings; a stranger's token is in no line."""
+    """One without the role, by its name in the settings; a stranger's token is never logged."""
     metrics = RpcMetrics()
     async with guarded_server(CLIENTS, metrics=metrics) as server:
         with capture_logs() as lines:
@@ -46,8 +46,8 @@ async def test_a_known_client_is_named():
     assert "kvt_" not in str(lines)
 
 
-async def test_a_certificate_of_nobody_is_named(tmp_path):
-    """Its names are in the log; labels have none of them, for whoever signs may sign many."""
+async def test_an_unknown_certificate_is_named(tmp_path):
+    """Its names are in the log; labels have none of them, as an authority may sign many."""
     authority, metrics = Authority(tmp_path), RpcMetrics()
     tls = authority.server(wants_certificates=True)
     async with guarded_server(CLIENTS, tls=tls, metrics=metrics) as server:
@@ -59,8 +59,8 @@ async def test_a_certificate_of_nobody_is_named(tmp_path):
     assert metrics.refused.counts == {("unauthenticated", ""): 1}
 
 
-async def test_handshakes_that_fail_are_counted(tmp_path):
-    """Without a certificate, and without TLS; who calls is not among them."""
+async def test_failed_handshakes_are_counted(tmp_path):
+    """Without a certificate, and without TLS; connections with calls do not count."""
     authority, clock = Authority(tmp_path), Clock()
     connections = TlsConnections(clock)
     tls = authority.server(wants_certificates=True)
@@ -89,8 +89,8 @@ async def test_handshakes_that_fail_are_counted(tmp_path):
         del reader
 
 
-def test_a_call_makes_a_connection_a_used_one():
-    """The first call of each; more calls of it are nothing new."""
+def test_a_connection_is_used_after_its_first_call():
+    """More calls change nothing."""
     clock = Clock()
     connections = TlsConnections(clock)
     for _ in range(3):

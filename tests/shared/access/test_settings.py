@@ -1,4 +1,4 @@
-"""Which addresses may be listened at."""
+"""Addresses that need authentication."""
 
 import pytest
 
@@ -24,8 +24,8 @@ WITH_CERTIFICATE = {"a": ClientSettings(certificate_names=("a",), tenants=("a",)
         ("[::]:1", MUTUAL, WITH_TOKEN),
     ],
 )
-def test_guarded_addresses(address, tls, clients):
-    """A Unix socket; a token that stays on this machine or under TLS; a certificate."""
+def test_protected_addresses(address, tls, clients):
+    """A Unix socket; a token with TLS or on this machine; a certificate."""
     check_guarded([address], tls, clients)
 
 
@@ -41,8 +41,8 @@ def test_guarded_addresses(address, tls, clients):
         ("0.0.0.0:1", TLS, WITH_CERTIFICATE, "no client has a token"),
     ],
 )
-def test_unguarded_addresses(address, tls, clients, missing):
-    """What is missing is said in one line, with what to do."""
+def test_unprotected_addresses(address, tls, clients, missing):
+    """One line names what is missing, and the remedy."""
     with pytest.raises(UnguardedError, match=missing) as refused:
         check_guarded(["unix:/run/x", address], tls, clients)
     assert refused.value.exit_code == 78

@@ -1,4 +1,4 @@
-"""Entries of conversations: read as they were written, and nothing else is one; put together."""
+"""Entries of conversations: they round-trip, damage is refused, and two can be merged."""
 
 import json
 import zlib
@@ -48,43 +48,43 @@ def members(entry: ConversationEntry = ENTRY) -> dict[str, Any]:
     return {"version": VERSION, **vars(entry)}
 
 
-def written(body: Any) -> bytes:
-    """What a store has of a body, whatever that is."""
+def write_body(body: Any) -> bytes:
+    """Return the stored bytes of a body, valid or not."""
     data = zlib.compress(json.dumps(body).encode())
     return _digest(data) + data
 
 
-def encoded(entry: ConversationEntry = ENTRY) -> bytes:
+def encode_entry(entry: ConversationEntry = ENTRY) -> bytes:
     data = encode_conversation(entry)
     assert data is not None
     return data
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
-    assert decode_conversation(encoded()) == ENTRY
+def test_an_entry_round_trips() -> None:
+    assert decode_conversation(encode_entry()) == ENTRY
     empty = replace(ENTRY, items=(), turns=0, request="", metadata={})
-    assert decode_conversation(encoded(empty)) == empty
+    assert decode_conversation(encode_entry(empty)) == empty
 
 
-def test_what_only_a_newer_release_says_is_left_out() -> None:
-    assert decode_conversation(written({**members(), "mood": "good"})) == ENTRY
+def test_unknown_members_are_ignored() -> None:
+    assert decode_conversation(write_body({**members(), "mood": "good"})) == ENTRY
 
 
-def test_an_entry_that_is_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, or as it was before it was compressed."""
-    long = encoded(replace(ENTRY, instructions="é" * 100_000))
+def test_an_overlong_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As stored, or after decompression."""
+    long = encode_entry(replace(ENTRY, instructions="é" * 100_000))
     monkeypatch.setattr(conversation_entry, "MAX_JSON_BYTES", 100_000)
     assert encode_conversation(replace(ENTRY, instructions="é" * 100_000)) is None
     assert decode_conversation(long) is None
-    assert decode_conversation(encoded()) == ENTRY
-    monkeypatch.setattr(conversation_entry, "MAX_ENTRY_BYTES", len(encoded()) - 1)
+    assert decode_conversation(encode_entry()) == ENTRY
+    monkeypatch.setattr(conversation_entry, "MAX_ENTRY_BYTES", len(encode_entry()) - 1)
     assert encode_conversation(ENTRY) is None
 
 
 @given(st.data())
-def test_a_damaged_entry_is_none(data: st.DataObject) -> None:
-    """Whichever of its bytes is another one, is missing, or was added."""
-    whole = encoded()
+def test_a_damaged_entry_is_refused(data: st.DataObject) -> None:
+    """With any byte changed, missing, or added."""
+    whole = encode_entry()
     at = data.draw(st.integers(0, len(whole) - 1))
     other = data.draw(st.integers(1, 255))
     assert decode_conversation(whole[:at] + bytes([whole[at] ^ other]) + whole[at + 1 :]) is None
@@ -93,8 +93,8 @@ def test_a_damaged_entry_is_none(data: st.DataObject) -> None:
 
 
 @given(st.binary())
-def test_other_bytes_are_none(data: bytes) -> None:
-    """With a digest before them, and compressed, too."""
+def test_other_bytes_are_refused(data: bytes) -> None:
+    """With a valid digest, and compressed, too."""
     assert decode_conversation(data) is None
     assert decode_conversation(_digest(data) + data) is None
     packed = zlib.compress(data)
@@ -129,23 +129,23 @@ def test_other_bytes_are_none(data: bytes) -> None:
         {"gone": [1]},
     ],
 )
-def test_what_cannot_be_is_none(change: dict[str, Any]) -> None:
-    """Though it has the digest of an entry that was written so."""
-    assert decode_conversation(written({**members(), **change})) is None
+def test_an_invalid_entry_is_refused(change: dict[str, Any]) -> None:
+    """Though its digest is right."""
+    assert decode_conversation(write_body({**members(), **change})) is None
 
 
-def test_what_lacks_a_member_is_none() -> None:
+def test_an_entry_without_a_member_is_refused() -> None:
     for name in members():
         rest = {member: value for member, value in members().items() if member != name}
-        assert decode_conversation(written(rest)) is None
-    assert decode_conversation(written([])) is None
+        assert decode_conversation(write_body(rest)) is None
+    assert decode_conversation(write_body([])) is None
 
 
 # ---------------------------------------------------------------------------------------- together
 
 
 def together(here: str, there: str) -> tuple[str, bool]:
-    """Put two together, each its items and, behind a stroke, those deleted; returns the items."""
+    """Merge two entries, given as items and, after a stroke, deleted ones; return the items."""
     (own, _, own_gone), (other, _, other_gone) = here.partition("/"), there.partition("/")
     both, has_diverged = merged(
         replace(ENTRY, items=items(own, 2), gone=tuple(own_gone), metadata={"of": "here"}),
@@ -167,8 +167,8 @@ def together(here: str, there: str) -> tuple[str, bool]:
         ("a/b", "a/bc"),
     ],
 )
-def test_what_the_store_has_from_here_is_gone_on_with(here: str, there: str) -> None:
-    """Also what it was told by a call that nobody knew the end of."""
+def test_an_older_version_of_ours_is_continued(here: str, there: str) -> None:
+    """Also one from a call whose result is unknown."""
     assert together(here, there) == (here.partition("/")[0], False)
 
 
@@ -184,12 +184,12 @@ def test_what_the_store_has_from_here_is_gone_on_with(here: str, there: str) -> 
         ("ax/b", "abc", "acx"),
     ],
 )
-def test_what_is_new_here_follows_what_others_have_added(here: str, there: str, both: str) -> None:
-    """Nothing is lost or there twice; what was deleted, here or there, stays so."""
+def test_local_additions_follow_those_of_others(here: str, there: str, both: str) -> None:
+    """Nothing is lost or doubled; deletions on either side stay."""
     assert together(here, there) == (both, True)
 
 
-def test_items_that_were_added_here_are_to_be_read_again() -> None:
+def test_local_additions_have_to_be_read_again() -> None:
     """The session that has read them is not the conversation's."""
     here = replace(ENTRY, items=(*items("ab", 1), *items("x", 2)), session="conv_a-3", gone=())
     there = replace(ENTRY, items=items("abc", 1), gone=())
@@ -197,15 +197,15 @@ def test_items_that_were_added_here_are_to_be_read_again() -> None:
     assert both == replace(there, items=(*there.items, *items("x")))
 
 
-def test_a_session_that_may_have_read_what_was_deleted_is_left() -> None:
-    """All is read anew."""
+def test_a_session_that_may_have_read_deleted_items_is_left() -> None:
+    """All items are read anew."""
     here = replace(ENTRY, items=items("a", 1), gone=("b",))
     there = replace(ENTRY, items=items("abc", 1), gone=())
     both, _ = merged(here, there)
     assert (names(both), both.turns, both.request) == ("ac", 0, "")
 
 
-def test_of_deletions_the_last_are_known() -> None:
+def test_the_last_deletions_are_remembered() -> None:
     here = replace(ENTRY, gone=tuple(f"h{number}" for number in range(MAX_GONE)))
     there = replace(ENTRY, gone=("t", "h1"))
     gone = merged(here, there)[0].gone
@@ -219,10 +219,10 @@ def test_of_deletions_the_last_are_known() -> None:
     st.sets(st.sampled_from("xyz")),
     st.sets(st.sampled_from("uvw")),
 )
-def test_each_ones_changes_count(
+def test_both_sides_changes_count(
     base: set[str], gone_here: set[str], gone_there: set[str], new: set[str], others: set[str]
 ) -> None:
-    """Whatever both have done to what they had in common."""
+    """Whatever both have done to their common items."""
     gone_here, gone_there = base & gone_here, base & gone_there
     here = ["".join(sorted((base - gone_here) | new)), "".join(gone_here)]
     there = ["".join(sorted((base - gone_there) | others)), "".join(gone_there)]

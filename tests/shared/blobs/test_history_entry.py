@@ -1,4 +1,4 @@
-"""Entries of histories: read as they were written, and nothing else is one."""
+"""Entries of histories: they round-trip, and damage is refused."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from shared.blobs.release import TRANSCRIPTS
 ENTRY = HistoryEntry("s-1", f"{TRANSCRIPTS}/tenant/digest")
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
+def test_an_entry_round_trips() -> None:
     assert decode_entry(encode_entry(ENTRY)) == ENTRY
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b'{"session": "s"}', b"\xff", b"{"])
-def test_what_is_none_is_none(data: bytes) -> None:
+def test_invalid_entries_are_refused(data: bytes) -> None:
     assert decode_entry(data) is None
 
 
@@ -28,6 +28,6 @@ def test_what_is_none_is_none(data: bytes) -> None:
         "v1/chunks/t/d",
     ],
 )
-def test_one_that_leads_elsewhere_is_none(place: str) -> None:
-    """A sweep removes what entries lead to."""
+def test_an_entry_that_leads_elsewhere_is_refused(place: str) -> None:
+    """A sweep removes the targets of entries."""
     assert decode_entry(encode_entry(HistoryEntry("s", place))) is None

@@ -1,4 +1,4 @@
-"""What a Mooncake Store suffers: masters that die or hang, memory that is full, and damage."""
+"""Failures of a Mooncake Store: masters that die or hang, full memory, and damage."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ def server() -> Iterator[MooncakeServer]:
 
 @pytest.fixture
 def connection(server: MooncakeServer) -> Connection:
-    open_store(server.url)  # says how Mooncake's package is to behave
+    open_store(server.url)  # configures Mooncake's package
     parts = urlsplit(server.url)
     return Connection(settings_of(parts.hostname, parts.port, os.environ))
 
@@ -46,10 +46,10 @@ def _key(request: pytest.FixtureRequest, name: str) -> str:
     return f"{request.node.name}/{name}"
 
 
-def test_damage_is_found_out(
+def test_damage_is_detected(
     store: MooncakeBlobStore, connection: Connection, request: pytest.FixtureRequest
 ) -> None:
-    """Of the stamp or of the bytes: it is said, listed without size and age, and can be mended."""
+    """Of the stamp or of the bytes: reported, listed without size and age, and repairable."""
     store.put("v1/chunk", b"0123456789")
     bare, key = connection.connect().client, _key(request, "v1/chunk")
     sound = bytes(memoryview(bare.get_buffer(key)))
@@ -65,10 +65,10 @@ def test_damage_is_found_out(
     assert (view, view.format) == (b"9876543210", "B")
 
 
-def test_what_another_one_is_storing(
+def test_an_object_that_another_client_is_storing(
     store: MooncakeBlobStore, connection: Connection, request: pytest.FixtureRequest
 ) -> None:
-    """It is not there yet; nobody makes it, or waits for it for ever; whoever replaces it wins."""
+    """It does not exist yet; creating it fails, and nothing waits for ever; a replacement wins."""
     bare, key = connection.connect().client, _key(request, "v1/slow")
     assert bare.batch_put_session_start([key], [100]) == [0]
     assert store.find("v1/slow") is None
@@ -82,10 +82,10 @@ def test_what_another_one_is_storing(
     assert store.get("v1/slow") == b"mine"
 
 
-def test_creators_of_several_servers(
+def test_simultaneous_creators(
     connection: Connection, server: MooncakeServer, request: pytest.FixtureRequest
 ) -> None:
-    """Each has a client of its own; of all, one makes it, and all read the same."""
+    """Each has its own client; one of them creates it, and all read the same."""
     parts = urlsplit(server.url)
     others = [Connection(settings_of(parts.hostname, parts.port, os.environ)) for _ in range(2)]
     stores = [MooncakeBlobStore(one, f"{request.node.name}/") for one in (connection, *others)]
@@ -109,8 +109,8 @@ def test_creators_of_several_servers(
         assert {store.get(name) for store in stores} == {bytes(won) * 9}
 
 
-def test_when_memory_is_full_what_decides_stays(store: MooncakeBlobStore) -> None:
-    """Chunks are evicted, and are not there then; what was made only if absent is."""
+def test_full_memory_keeps_important_objects(store: MooncakeBlobStore) -> None:
+    """Chunks are evicted, and are missing then; objects created only if absent stay."""
     store.put("v1/manifest", b"who owns it", if_absent=True)
     patient = MooncakeBlobStore(store._connection, store.prefix)
     for number in range(20):  # 80 MiB; there are 64
@@ -126,8 +126,8 @@ def test_when_memory_is_full_what_decides_stays(store: MooncakeBlobStore) -> Non
     store.delete(sorted(there))
 
 
-def test_what_is_larger_than_the_buffer_is_refused(store: MooncakeBlobStore) -> None:
-    """It says which buffer, and the store goes on."""
+def test_an_object_larger_than_the_buffer_is_refused(store: MooncakeBlobStore) -> None:
+    """The error names the buffer, and the store continues."""
     with pytest.raises(StoreFailedError, match="the buffer of this process is full"):
         store.put("v1/large", bytes(129 * MIB))
     store.put("v1/small", b"x")
@@ -137,7 +137,7 @@ def test_what_is_larger_than_the_buffer_is_refused(store: MooncakeBlobStore) -> 
 def test_a_master_that_dies_and_comes_back(
     server: MooncakeServer, store: MooncakeBlobStore
 ) -> None:
-    """Every call fails, none says that nothing is there; then the same store works, empty."""
+    """Every call fails instead of reporting a missing object; then the same store works, empty."""
     store.put("v1/one", b"x")
     server.interrupt()
     calls = (
@@ -178,8 +178,8 @@ def test_an_environment_that_says_what_cannot_be(name: str) -> None:
         settings_of("host", 1, {name: "many"})
 
 
-def test_the_environment_is_mooncakes_own() -> None:
-    """Its names are those that Mooncake's other clients read; what is empty is as not there."""
+def test_the_environment_is_that_of_mooncake() -> None:
+    """Its names are those of Mooncake's other clients; an empty value counts as absent."""
     found = settings_of(
         "host",
         1,

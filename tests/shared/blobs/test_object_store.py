@@ -1,4 +1,4 @@
-"""Every store is the same to kvd: a directory, memory, S3, Mooncake, one that tests make fail."""
+"""Every store behaves alike: a directory, memory, S3, Mooncake, and the faulty one of tests."""
 
 import os
 import threading
@@ -54,8 +54,8 @@ def _names(store: BlobStore, prefix: str) -> list[str]:
     return sorted(blob.name for page in store.list(prefix) for blob in page)
 
 
-def test_objects_come_and_go(store: BlobStore) -> None:
-    """They are got whole or in part, found, listed by prefix and removed, twice if need be."""
+def test_objects_are_stored_and_removed(store: BlobStore) -> None:
+    """They are read whole or in part, found, listed by prefix and removed, twice if necessary."""
     store.put("v1/x/one", b"0123456789")
     store.put("v1/x/one", b"9876543210")
     store.put("v1/xy/two", b"")
@@ -77,8 +77,8 @@ def test_objects_come_and_go(store: BlobStore) -> None:
     store.delete(["v1/xy/two"])
 
 
-def test_only_one_makes_what_is_absent(store: BlobStore) -> None:
-    """Of many at once one does; the others are told, and change nothing."""
+def test_only_one_creates_an_absent_object(store: BlobStore) -> None:
+    """One of many simultaneous calls does; the others fail, and change nothing."""
     won, lost = [], []
 
     def make(number: int) -> None:
@@ -98,7 +98,7 @@ def test_only_one_makes_what_is_absent(store: BlobStore) -> None:
     store.delete(["v1/race"])
 
 
-def test_a_page_holds_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_page_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long listings come in several."""
     monkeypatch.setattr("shared.blobs.object_store.PAGE", 4)
     store = open_store(f"file://{tmp_path}")
@@ -108,8 +108,8 @@ def test_a_page_holds_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.Mo
     assert (sum(pages), max(pages)) == (10, 4)
 
 
-def test_a_store_is_one_for_sessions(store: BlobStore) -> None:
-    """It is marked once; one of another release, or without conditions, is refused."""
+def test_a_store_is_marked(store: BlobStore) -> None:
+    """Once; one of another release, or without conditions, is refused."""
     claim(store)
     claim(store)
     store.put("v1/format", b"KVDREMOT 2\n")
@@ -118,8 +118,8 @@ def test_a_store_is_one_for_sessions(store: BlobStore) -> None:
     store.delete(["v1/format"])
 
 
-def test_a_store_that_overwrites_is_refused() -> None:
-    """It could not keep two servers apart."""
+def test_a_store_without_conditions_is_refused() -> None:
+    """Two servers could overwrite each other."""
     careless = View(FaultyStore(Random(1), odds=Odds(forgetful=1.0)), is_calm=True)  # noqa: S311
     with pytest.raises(UnfitStoreError, match="If-None-Match"):
         claim(careless)
@@ -142,15 +142,15 @@ def test_a_store_that_overwrites_is_refused() -> None:
         ("mooncake://host/x%0Ay", "has a prefix with characters other"),
     ],
 )
-def test_urls_that_name_no_store(url: str, said: str) -> None:
-    """They are refused before anything is called, and nothing secret is repeated."""
+def test_invalid_urls(url: str, said: str) -> None:
+    """They are refused before any call, and no secret is repeated."""
     with pytest.raises(StoreUrlError, match=said.replace("[", r"\[")) as refused:
         open_store(url)
     assert SECRET not in str(refused.value)
 
 
-def test_what_fails_names_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that nobody answers for is one line, with what to do."""
+def test_errors_contain_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unreachable store is one line, with the remedy."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     store = ObjectBlobStore(
@@ -168,15 +168,15 @@ def test_what_fails_names_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(failed.value)
 
 
-def test_a_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """One that is made has mode 0700."""
+def test_a_directory_is_private(tmp_path: Path) -> None:
+    """A new one has mode 0700."""
     open_store(f"file://{tmp_path}/a%20b")
     assert (tmp_path / "a b").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
-def test_nothing_is_found_in_a_directory_that_is_empty(tmp_path: Path, ahead_s: float) -> None:
-    """Whatever clock its file system goes by."""
+def test_an_empty_directory_has_no_objects(tmp_path: Path, ahead_s: float) -> None:
+    """Whatever the clock of its file system is."""
     store = open_store(f"file://{tmp_path}/made")
     assert _names(store, "v1/x/") == []
     store.put("v1/x/0", b"0")
@@ -187,8 +187,8 @@ def test_nothing_is_found_in_a_directory_that_is_empty(tmp_path: Path, ahead_s: 
     assert _names(store, "v1/x/") == []
 
 
-def test_an_object_that_takes_anothers_place_is_not_missed(tmp_path: Path) -> None:
-    """While a directory is listed; so nothing that there was at all times is taken for absent."""
+def test_an_object_that_is_replaced_during_a_listing_is_not_missed(tmp_path: Path) -> None:
+    """So nothing that existed all the time is taken for absent."""
     url, is_over = f"file://{tmp_path}/made", threading.Event()
     store = open_store(url)
     store.put("v1/x/0", b"0")

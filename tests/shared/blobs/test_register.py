@@ -1,4 +1,4 @@
-"""A register is replaced by one writer at a time, whatever a writer believes of its own calls."""
+"""One writer at a time replaces a register, even if results of its calls are wrong."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ def _store() -> tuple[FaultyStore, Register]:
 
 
 def test_versions_follow_each_other() -> None:
-    """Each replaces what was read, and only one is left."""
+    """Each replaces the version read before, and only one is left."""
     store, register = _store()
     assert register.read() is None
     register.replace(NOTHING, b"one")
@@ -30,8 +30,8 @@ def test_versions_follow_each_other() -> None:
     assert (register.read(), store.blobs) == (None, {})
 
 
-def test_of_two_that_read_the_same_one_wins() -> None:
-    """The other is told, and leaves nothing."""
+def test_of_two_writers_of_one_version_one_wins() -> None:
+    """The other fails, and leaves nothing."""
     store, register = _store()
     register.replace(NOTHING, b"one")
     read = register.read()
@@ -43,8 +43,8 @@ def test_of_two_that_read_the_same_one_wins() -> None:
     assert [data for data, _ in store.blobs.values()] == [b"two"]
 
 
-def test_a_writer_later_than_that_loses_too() -> None:
-    """Also where the number that it makes was made and removed meanwhile."""
+def test_a_later_writer_of_an_old_version_loses_too() -> None:
+    """Also if its number was created and removed meanwhile."""
     store, register = _store()
     register.replace(NOTHING, b"one")
     read = register.read()
@@ -57,14 +57,14 @@ def test_a_writer_later_than_that_loses_too() -> None:
     assert (found.data, len(store.blobs)) == (b"four", 1)
 
 
-def test_a_first_try_that_succeeded_unheard_is_a_success() -> None:
-    """The store says that it failed, or, at a repetition, that the name is taken: it is ours."""
+def test_an_unreported_success_is_recognised() -> None:
+    """The store reported an error, or, at the repetition, that the name exists: it is ours."""
     store = FaultyStore(Random(3), odds=Odds(lies=1.0))  # noqa: S311
     Register(View(store), PLACE).replace(NOTHING, b"one")
     assert [data for data, _ in store.blobs.values()] == [b"one"]
 
 
-def test_a_failure_is_one() -> None:
+def test_a_failure_leaves_nothing() -> None:
     """Nothing is there, and nothing is said to be."""
     store = FaultyStore(Random(3), odds=Odds(late=1.0))  # noqa: S311
     with pytest.raises(StoreFailedError):
@@ -72,7 +72,7 @@ def test_a_failure_is_one() -> None:
     assert store.blobs == {}
 
 
-def test_what_lies_there_besides_is_left_alone() -> None:
+def test_other_objects_are_ignored() -> None:
     """Other names are no versions."""
     store, register = _store()
     store.put(f"{PLACE}/README", b"x", if_absent=True)

@@ -1,4 +1,4 @@
-"""Entries of responses: read as they were written, and nothing else is one."""
+"""Entries of responses: they round-trip, and damage is refused."""
 
 import json
 from dataclasses import asdict, replace
@@ -31,38 +31,38 @@ ENTRY = ResponseEntry(
 LONG = "é" * (MAX_ENTRY_BYTES // 6)
 
 
-def written(body: Any) -> bytes:
-    """What a store has of a body, whatever that is."""
+def write_body(body: Any) -> bytes:
+    """Return the stored bytes of a body, valid or not."""
     data = json.dumps(body).encode()
     return _digest(data) + data
 
 
-def encoded(entry: ResponseEntry = ENTRY) -> bytes:
+def encode_entry(entry: ResponseEntry = ENTRY) -> bytes:
     data = encode_response(entry)
     assert data is not None
     return data
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
-    assert decode_response(encoded()) == ENTRY
+def test_an_entry_round_trips() -> None:
+    assert decode_response(encode_entry()) == ENTRY
 
 
-def test_what_only_a_newer_release_says_is_left_out() -> None:
+def test_unknown_members_are_ignored() -> None:
     body = {"version": VERSION, **asdict(ENTRY), "mood": "good"}
-    assert decode_response(written(body)) == ENTRY
+    assert decode_response(write_body(body)) == ENTRY
 
 
-def test_an_entry_that_is_too_long_lacks_its_input_or_is_none() -> None:
-    assert decode_response(encoded(replace(ENTRY, items=LONG))) == replace(ENTRY, items="")
+def test_an_overlong_entry_is_stored_without_its_input_or_refused() -> None:
+    assert decode_response(encode_entry(replace(ENTRY, items=LONG))) == replace(ENTRY, items="")
     assert encode_response(replace(ENTRY, info={"text_format": LONG})) is None
     longest = {"version": VERSION, **asdict(replace(ENTRY, items=LONG))}
-    assert decode_response(written(longest)) is None
+    assert decode_response(write_body(longest)) is None
 
 
 @given(st.data())
-def test_a_damaged_entry_is_none(data: st.DataObject) -> None:
-    """Whichever of its bytes is another one, is missing, or was added."""
-    whole = encoded()
+def test_a_damaged_entry_is_refused(data: st.DataObject) -> None:
+    """With any byte changed, missing, or added."""
+    whole = encode_entry()
     at = data.draw(st.integers(0, len(whole) - 1))
     other = data.draw(st.integers(1, 255))
     assert decode_response(whole[:at] + bytes([whole[at] ^ other]) + whole[at + 1 :]) is None
@@ -71,8 +71,8 @@ def test_a_damaged_entry_is_none(data: st.DataObject) -> None:
 
 
 @given(st.binary())
-def test_other_bytes_are_none(data: bytes) -> None:
-    """With a digest before them, too."""
+def test_other_bytes_are_refused(data: bytes) -> None:
+    """With a valid digest, too."""
     assert decode_response(data) is None
     assert decode_response(_digest(data) + data) is None
 
@@ -95,21 +95,21 @@ def test_other_bytes_are_none(data: bytes) -> None:
         {"items": []},
     ],
 )
-def test_what_cannot_be_is_none(change: dict[str, Any]) -> None:
-    """Though it has the digest of an entry that was written so."""
-    assert decode_response(written({"version": VERSION, **asdict(ENTRY), **change})) is None
+def test_an_invalid_entry_is_refused(change: dict[str, Any]) -> None:
+    """Though its digest is right."""
+    assert decode_response(write_body({"version": VERSION, **asdict(ENTRY), **change})) is None
 
 
-def test_what_lacks_a_member_is_none() -> None:
+def test_an_entry_without_a_member_is_refused() -> None:
     whole = {"version": VERSION, **asdict(ENTRY)}
     for name in whole:
         rest = {member: value for member, value in whole.items() if member != name}
-        assert decode_response(written(rest)) is None
-    assert decode_response(written([])) is None
+        assert decode_response(write_body(rest)) is None
+    assert decode_response(write_body([])) is None
     assert decode_response(_digest(b"[" * 100_000) + b"[" * 100_000) is None
 
 
-def test_a_mark_is_no_entry() -> None:
-    """And shorter than any."""
+def test_a_deletion_mark_is_no_entry() -> None:
+    """And is shorter than any."""
     assert decode_response(DELETED) is None
-    assert len(DELETED) < len(encoded())
+    assert len(DELETED) < len(encode_entry())

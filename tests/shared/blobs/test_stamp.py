@@ -1,4 +1,4 @@
-"""A stamp says whether the bytes behind it are those that were stored under this very key."""
+"""A stamp tells whether the bytes behind it were stored under this very key."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +9,8 @@ NONCE = b"12345678"
 
 
 @given(st.text(), st.binary(max_size=100), st.integers(0, 2**64 - 1))
-def test_a_stamp_tells_what_was_stored_and_when(key: str, data: bytes, unix_ns: int) -> None:
-    """It comes back as it went in, and knows its bytes."""
+def test_a_stamp_has_the_time_and_the_digest(key: str, data: bytes, unix_ns: int) -> None:
+    """It round-trips, and matches its bytes."""
     head = stamp_bytes(key, data, unix_ns, NONCE)
     stamp = read_stamp(key, head)
     assert len(head) == STAMP_BYTES
@@ -20,8 +20,8 @@ def test_a_stamp_tells_what_was_stored_and_when(key: str, data: bytes, unix_ns: 
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
-def test_no_damage_goes_unnoticed(data: bytes, draw: st.DataObject) -> None:
-    """A flipped bit of the stamp makes it none, one of the bytes makes them others."""
+def test_every_damage_is_detected(data: bytes, draw: st.DataObject) -> None:
+    """A flipped bit in the stamp makes it invalid, one in the bytes makes them different."""
     head = stamp_bytes("key", data, 1, NONCE)
     whole = bytearray(head + data)
     bit = draw.draw(st.integers(0, 8 * len(whole) - 1))
@@ -30,8 +30,8 @@ def test_no_damage_goes_unnoticed(data: bytes, draw: st.DataObject) -> None:
     assert stamp is None or not stamp.matches(bytes(whole[STAMP_BYTES:]))
 
 
-def test_a_stamp_is_of_its_key_alone() -> None:
-    """What was read from memory that is another object's by now is not taken for this one."""
+def test_a_stamp_belongs_to_its_key() -> None:
+    """Memory that belongs to another object by now is not taken for this one."""
     head = stamp_bytes("one", b"data", 1, NONCE)
     assert read_stamp("two", head) is None
     assert read_stamp("one", head[:-1]) is None

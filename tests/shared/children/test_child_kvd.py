@@ -1,4 +1,4 @@
-"""A kvd of a bench's own: it serves inside the block, and what is on SSD survives its end."""
+"""A bench's own kvd: it serves inside the block, and SSD survives its end."""
 
 import pytest
 
@@ -17,7 +17,7 @@ bytes = "16MB"
 
 
 async def test_it_serves_until_the_end_of_the_block(short_dir, tmp_path):
-    """Empty, with everything clean and nothing to do; then its process is gone."""
+    """It is empty, clean and idle; at the end its process is gone."""
     async with running_child_kvd(SETTINGS, tmp_path, short_dir, tmp_path / "state") as kvd:
         stats = await kvd.stats()
         assert stats.version
@@ -33,7 +33,7 @@ async def test_it_serves_until_the_end_of_the_block(short_dir, tmp_path):
     assert (tmp_path / "kvd.log").stat().st_size > 0
 
 
-async def test_settings_that_cannot_be_end_the_block_before_it_begins(short_dir, tmp_path):
+async def test_invalid_settings_end_the_block_before_it_begins(short_dir, tmp_path):
     """The error is the child's, with its log."""
     with pytest.raises(ChildFailedError):
         async with running_child_kvd("[dram]\nbytes = -1\n", tmp_path, short_dir, tmp_path):

@@ -26,7 +26,7 @@ asyncio.run(ChildProcess("it", sys.argv[3:], address, Path(log)).start())
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    """Nobody waits for two minutes here."""
+    """Shorten the time of two minutes."""
     monkeypatch.setattr(child_process, "READY_DEADLINE_S", 0.2)
     monkeypatch.setattr(child_process, "READY_ROUNDS", 1000)
     monkeypatch.setattr(child_process, "BUSY_CPU_S", 0.01)
@@ -36,8 +36,8 @@ def impatience(monkeypatch):
     ("arguments", "message"),
     [(WORKING, "ended with exit code 0"), (IDLE, "is running, but does not answer")],
 )
-async def test_a_child_is_waited_for_as_long_as_it_works(tmp_path, arguments, message):
-    """One that works is given its time, and here ends; one that is idle is given up."""
+async def test_a_child_is_waited_for_while_it_works(tmp_path, arguments, message):
+    """A working one gets its time, and ends here; an idle one is given up."""
     address = f"unix:{tmp_path}/nobody.sock"
     child = ChildProcess("it", arguments, address, tmp_path / "it.log")
     try:

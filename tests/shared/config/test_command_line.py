@@ -1,4 +1,4 @@
-"""Options of connection stand before or after the command."""
+"""Options of connection may come before or after the command."""
 
 import pytest
 
@@ -26,15 +26,15 @@ from shared.version import __version__
         ("ls -- --address", "ls -- --address"),
         ("--runtime-dir run complete -- ls --address h:1", None),
         ("ls --sort show --runtime-dir run", "ls --runtime-dir run --sort show"),
-        ("token show --runtime-dir run", None),  # it has none: the library says so
+        ("token show --runtime-dir run", None),  # it has none: the library reports it
         ("--runtime-dir run", "--runtime-dir run"),
         ("ls --runtime-dir", "ls --runtime-dir"),
         ("--help", "--help"),
         ("", ""),
     ],
 )
-def test_each_option_stands_where_it_is_known(typed, expected):
-    """In the order in which they were said; values of other options are no commands."""
+def test_each_option_is_moved_to_where_it_is_known(typed, expected):
+    """In their order; values of other options are no commands."""
     found = arrange_options(root_command(), typed.split(), MOVABLE)
     if expected is None:
         assert sorted(found) == sorted(typed.split())
@@ -44,7 +44,7 @@ def test_each_option_stands_where_it_is_known(typed, expected):
 
 @pytest.mark.parametrize("main", [kvd, inference_cli.main], ids=["kvd", "inference-svc"])
 @pytest.mark.parametrize("asked", ["--version", "version"])
-def test_both_commands_say_their_version(main, asked, capsys):
+def test_both_programs_print_their_version(main, asked, capsys):
     """As an option and as a command."""
     with pytest.raises(SystemExit) as ended:
         main([asked])
@@ -57,8 +57,8 @@ def test_both_commands_say_their_version(main, asked, capsys):
     [(kvd, []), (kvd, ["config"]), (inference_cli.main, []), (inference_cli.main, ["bench"])],
     ids=["kvd", "kvd-config", "inference-svc", "inference-svc-bench"],
 )
-def test_a_group_s_help_is_whole(main, group, capsys, monkeypatch):
-    """At 80 columns each command has its whole sentence, and nothing is drawn around it."""
+def test_a_groups_help_is_complete(main, group, capsys, monkeypatch):
+    """At 80 columns each command has its whole sentence, without frames."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([*group, "--help"])
@@ -69,8 +69,8 @@ def test_a_group_s_help_is_whole(main, group, capsys, monkeypatch):
     assert said.count(":\n") >= (2 if group else 5)  # options, and headings
 
 
-def test_the_service_s_address_too():
-    """It is an option of the commands, and may stand before them."""
+def test_the_services_address_too():
+    """It is an option of the commands, and may come before them."""
     root = inference_cli.typer.main.get_command(inference_cli.app)
     found = arrange_options(root, ["--address", "unix:/s", "status", "--json"], INFERENCE_MOVABLE)
     assert found == ["status", "--address", "unix:/s", "--json"]

@@ -1,4 +1,4 @@
-"""What a list of commands says of each."""
+"""Summaries in a list of commands."""
 
 from shared.config.lazy_commands import first_sentence
 

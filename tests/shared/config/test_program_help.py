@@ -18,7 +18,7 @@ TABLES = {"kvd": KVD_EXIT_CODES, "inference_svc": SERVICE_EXIT_CODES}
 
 @pytest.mark.parametrize("program", TABLES)
 def test_every_error_has_a_documented_exit_code(program):
-    """Whatever a program raises, its exit code stands in the program's table."""
+    """Each exit code that a program may return is in its table."""
     for package in (kvd, shared, inference_svc.core):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if module.name.endswith(("errors", "_client", "settings")):

@@ -75,7 +75,7 @@ def _live(file: Path) -> LiveSettings[Example]:
 
 
 def test_live_keys_change_and_others_wait(file):
-    """Of one file some keys are in force at once, the others are named until the next start."""
+    """Of one file some keys take effect at once, the others are reported until the next start."""
     live = _live(file)
     file.write_text('[limits]\nturns = 3\n[cache]\nbytes = "8KB"\nttl = "2m"\n')
     found = live.reload()
@@ -89,8 +89,8 @@ def test_live_keys_change_and_others_wait(file):
     assert live.loaded.provenance["cache.bytes"] == "default"
 
 
-def test_nothing_has_changed(file):
-    """A reload of the same file changes nothing; callbacks are called all the same."""
+def test_an_unchanged_file_changes_nothing(file):
+    """Callbacks are called all the same."""
     live = _live(file)
     heard = []
     live.on_change.append(heard.append)
@@ -111,7 +111,7 @@ def test_nothing_has_changed(file):
     ],
 )
 def test_a_problem_changes_nothing(file, text):
-    """Neither in the part that is wrong nor in the others, and no callback is called."""
+    """Neither in the invalid part nor in the others, and no callback is called."""
     live = _live(file)
     heard = []
     live.on_change.append(heard.append)
@@ -125,8 +125,8 @@ def test_a_problem_changes_nothing(file, text):
     assert (live.loaded, heard) == (before, [])
 
 
-def test_a_check_refuses_all_of_it(file):
-    """What only the outside world knows is checked before anything is in force."""
+def test_a_check_refuses_the_whole_file(file):
+    """External conditions are checked before anything takes effect."""
     live = _live(file)
     heard = []
 
@@ -142,8 +142,8 @@ def test_a_check_refuses_all_of_it(file):
     assert (live.loaded.settings.limits.turns, heard) == (2, [])
 
 
-def test_tables_by_name_come_and_go(file):
-    """A tenant that is added, changed or taken away is named with its keys."""
+def test_tables_by_name_are_added_and_removed(file):
+    """An added, changed or removed tenant is reported with its keys."""
     live = _live(file)
     file.write_text('[tenants.acme]\nttl = "1m"\nquota = "1GB"\n[tenants.other]\nttl = "1s"\n')
     found = live.reload()
@@ -169,8 +169,8 @@ def test_tables_by_name_come_and_go(file):
     assert live.loaded.settings == Example(limits=Limits(wait=2))
 
 
-def test_what_is_in_force_can_be_shown(file):
-    """Rows of the merged settings: values in force, with where they come from."""
+def test_settings_in_force_are_listed(file):
+    """In rows, with their sources."""
     live = _live(file)
     file.write_text('[cache]\nbytes = "16KB"\nttl = "5m"\n[tenants.a]\nttl = "1s"\n')
     live.reload()
@@ -181,7 +181,7 @@ def test_what_is_in_force_can_be_shown(file):
 
 
 def test_secrets_are_never_shown(file):
-    """Neither in rows, nor in what is said of a value that cannot be, nor of what changed."""
+    """Neither in rows, nor in errors about a value, nor in reported changes."""
     live = _live(file)
     file.write_text('[clients.app]\ntoken = "hunter2"\nuids = [4711]\n[clients.none]\ntoken = ""\n')
     found = live.reload()
@@ -199,8 +199,8 @@ def test_secrets_are_never_shown(file):
     assert "clients.app.uids = (hidden) (file)" in str(refused.value)
 
 
-def test_changes_is_about_two_given_settings(file):
-    """The function below it all: pure, and the keys of another model are none of its business."""
+def test_changes_compares_two_settings(file):
+    """The pure function below it; keys of another model are ignored."""
     old = _load(file)
     new = load_settings(Example, None, "EX", {"limits.turns": 8, "cache.bytes": 8192}, {})
     with pytest.raises(InvalidSettingsError, match="some changes need a restart"):
@@ -210,7 +210,7 @@ def test_changes_is_about_two_given_settings(file):
     assert found.needs_restart == ("limits.turns", "limits.wait", "cache.bytes")
 
 
-def test_settings_that_are_fixed():
+def test_fixed_settings_cannot_be_reloaded():
     """Who was given settings reloads nothing."""
     live = fixed_settings(Example())
     assert live.reload().applied == ()

@@ -1,4 +1,4 @@
-"""Settings that ask for more than the machine has."""
+"""Settings that need more than the machine has."""
 
 import os
 
@@ -9,8 +9,8 @@ from shared.config.room import Demand, check_room
 from shared.config.settings import InvalidSettingsError
 
 
-def test_what_the_machine_has_may_be_asked_for(tmp_path):
-    """All of its memory, all of its disk, and what nobody has named a size for."""
+def test_the_machines_resources_may_be_used(tmp_path):
+    """All of its memory, all of its disk, and sizes of "auto"."""
     disk = os.statvfs(tmp_path)
     check_room(
         (
@@ -21,9 +21,9 @@ def test_what_the_machine_has_may_be_asked_for(tmp_path):
     )
 
 
-def test_more_than_that_is_refused(tmp_path):
-    """Each with its key, its value, what there is, and what to write instead."""
-    below = tmp_path / "not" / "there"  # looked at where it will be
+def test_more_than_the_machine_has_is_refused(tmp_path):
+    """Each with its key, its value, the available size, and the remedy."""
+    below = tmp_path / "not" / "there"  # measured where it will be
     disk = os.statvfs(tmp_path)
     too_much = disk.f_blocks * disk.f_frsize + 1
     with pytest.raises(InvalidSettingsError) as refused:

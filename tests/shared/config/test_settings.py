@@ -1,4 +1,4 @@
-"""Settings: precedence, provenance, and every problem in one line."""
+"""Settings: precedence, sources, and all problems in one error."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +62,7 @@ def _problems(path, text="", flags=None, environ=None):
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):
-    """Each source overrules the weaker ones, key by key, and provenance says which one won."""
+    """Each source overrides the weaker ones, key by key, and the winner is recorded."""
     loaded = _load(
         tmp_path,
         '[dram]\nbytes = "1GB"\nslot = "1KB"\nnum_pools = 3\n',
@@ -82,7 +82,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     }
 
 
-def test_units_and_words(tmp_path):
+def test_units_and_words_are_parsed(tmp_path):
     """Sizes, durations, lists and the words auto and never are understood from text."""
     text = '[dram]\nbytes = "auto"\n[sessions]\nttl = "never"\nwait = "250ms"\n'
     settings = _load(tmp_path, text, environ={"EX_SESSIONS__UIDS": "1, 20"}).settings
@@ -90,16 +90,16 @@ def test_units_and_words(tmp_path):
     assert settings.sessions == Sessions(ttl=None, wait=0.25, uids=(1, 20))
 
 
-def test_rows_are_for_people(tmp_path):
-    """Every key is listed with its value in readable units and its source."""
+def test_rows_have_readable_values(tmp_path):
+    """Every key with its value in readable units and its source."""
     rows = {key: value for key, value, _ in _load(tmp_path, '[dram]\nslot = "1MB"').rows()}
     assert rows["dram.slot"] == "1.0 MB"
     assert rows["dram.bytes"] == "auto"
     assert rows["sessions.uids"] == "(none)"
 
 
-def test_values_are_for_scripts(tmp_path):
-    """A number is one, in bytes or seconds; a word for one, a list and a map are what they are."""
+def test_values_have_types(tmp_path):
+    """Numbers in bytes or seconds, or a word in place of one; lists and maps stay such."""
     text = '[dram]\nslot = "1MB"\n[sessions]\nttl = "2h"\nuids = [1, 20]\nweights = { a = 2 }\n'
     loaded = _load(tmp_path, text)
     values = loaded.values()
@@ -109,7 +109,7 @@ def test_values_are_for_scripts(tmp_path):
     assert list(values) == [key for key, _, _ in loaded.rows()]
 
 
-def test_every_problem_is_named_at_once(tmp_path):
+def test_every_problem_is_reported_at_once(tmp_path):
     """Unknown keys with the nearest known one, bad values with what is accepted."""
     line = _problems(
         tmp_path,
@@ -146,8 +146,8 @@ def test_a_section_is_not_a_value(tmp_path):
     assert "this is a section" in _problems(tmp_path, "dram = 5\n")
 
 
-def test_tables_by_name(tmp_path):
-    """A table of tables takes any valid name, dots included; sources go by key as elsewhere."""
+def test_tables_by_name_are_read(tmp_path):
+    """Any valid name, dots included; sources are by key as usual."""
     loaded = _load(
         tmp_path,
         '[tenants.acme]\nttl = "1h"\nsize = "1KB"\n[tenants."a.b"]\nsize = 5\n',
@@ -162,8 +162,8 @@ def test_tables_by_name(tmp_path):
     assert ("tenants.acme.size", "2.0 KB", "env") in loaded.rows()
 
 
-def test_a_file_that_may_not_be_read_needs_other_rights(tmp_path):
-    """Another name would not help, as it does where there is no file."""
+def test_a_file_without_permission_has_its_own_remedy(tmp_path):
+    """Another path would not help, as with a missing file."""
     file = tmp_path / "settings.toml"
     with pytest.raises(InvalidSettingsError, match="name an existing file with --config"):
         load_settings(Example, file, "EX", {}, {})
@@ -172,7 +172,7 @@ def test_a_file_that_may_not_be_read_needs_other_rights(tmp_path):
         load_settings(Example, file, "EX", {}, {})
 
 
-def test_problems_in_tables_by_name(tmp_path):
+def test_problems_in_tables_by_name_are_reported(tmp_path):
     """Unknown keys, bad values, bad names and misplaced values are named with their table."""
     text = (
         "[tenants.acme]\nttll = 1\nttl = 'soon'\n"
@@ -215,15 +215,15 @@ def test_a_map_of_plain_values_is_one_setting(tmp_path, text, environ, source):
         ("a b=1", "is not valid"),
     ],
 )
-def test_problems_in_a_map_of_plain_values(tmp_path, weights, problem):
+def test_problems_in_a_map_of_plain_values_are_reported(tmp_path, weights, problem):
     """Each is named with its setting."""
     line = _problems(tmp_path, environ={"EX_SESSIONS__WEIGHTS": weights})
     assert f"sessions.weights = '{weights}' (env)" in line
     assert problem in line
 
 
-def test_strangers_in_the_environment_are_ignored(tmp_path):
-    """Variables that only share the prefix are not ours."""
+def test_foreign_environment_variables_are_ignored(tmp_path):
+    """Those that only share the prefix."""
     assert _load(tmp_path, environ={"EX_SERVICE_HOST": "10.0.0.1"}).settings == Example()
 
 
@@ -236,8 +236,8 @@ def test_strangers_in_the_environment_are_ignored(tmp_path):
         ("EX_TOKN_FILE", "EX_TOKEN_FILE"),
     ],
 )
-def test_a_slip_of_the_pen_in_a_variable_is_a_problem(variable, right):
-    """It would count for nothing, and nobody would know; what the command takes is let be."""
+def test_a_mistyped_variable_is_a_problem(variable, right):
+    """It would have no effect; the command's own variables are allowed."""
     others = ("EX_TOKEN_FILE",)
     with pytest.raises(InvalidSettingsError, match=rf"{variable} \(env\): .*{right}\?"):
         load_settings(Example, None, "EX", {}, {variable: "x"}, others)
@@ -245,8 +245,8 @@ def test_a_slip_of_the_pen_in_a_variable_is_a_problem(variable, right):
     assert loaded.settings == Example()
 
 
-def test_what_the_command_line_overrides_is_known(tmp_path):
-    """Each key of the file with both values; not what is the same there, nor the environment's."""
+def test_values_overridden_by_the_command_line_are_known(tmp_path):
+    """Each key of the file with both values; not equal ones, nor the environment's."""
     loaded = _load(
         tmp_path,
         'name = "a"\n[dram]\nbytes = "1GB"\nslot = "1KB"\n[sessions]\nuids = [1, 2]\n',
@@ -260,8 +260,8 @@ def test_what_the_command_line_overrides_is_known(tmp_path):
     assert not _load(tmp_path, 'name = "a"').overridden
 
 
-def test_every_problem_can_have_its_line(tmp_path):
-    """The error has them in one line for a log, and apart for a command."""
+def test_problems_are_listed_separately_too(tmp_path):
+    """The error has one line for a log, and a list for a command."""
     with pytest.raises(InvalidSettingsError) as refused:
         _load(tmp_path, "[dram]\nbyts = 1\nnum_pools = 0\n")
     assert len(refused.value.problems) == 2
@@ -271,30 +271,30 @@ def test_every_problem_can_have_its_line(tmp_path):
     assert refused.value.problems == (str(refused.value),)
 
 
-def test_top_level_keys(tmp_path):
+def test_top_level_keys_are_set(tmp_path):
     """A key outside any section is set like the others."""
     assert _load(tmp_path, 'name = "a"').settings.name == "a"
     assert _load(tmp_path, environ={"EX_NAME": "b"}).settings.name == "b"
 
 
-def test_file_that_cannot_be_read(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     """A missing or malformed file is named."""
     with pytest.raises(InvalidSettingsError, match=r"no\.toml"):
         load_settings(Example, tmp_path / "no.toml", "EX", {}, {})
     assert "not valid TOML" in _problems(tmp_path, "[dram")
 
 
-def test_settings_are_frozen():
+def test_settings_are_immutable():
     """Nobody changes a setting after the start."""
     with pytest.raises(ValueError, match="frozen"):
         Example().name = "other"
 
 
-def test_no_file_is_fine():
+def test_without_a_file_the_defaults_apply():
     """Without a file the defaults hold."""
     assert load_settings(Example, None, "EX", {}, {}).settings == Example()
 
 
-def test_path_flags_are_taken_as_they_are():
+def test_typed_flags_are_used_unchanged():
     """A flag may already have its type."""
     assert load_settings(Example, None, "EX", {"name": str(Path("x"))}, {}).settings.name == "x"

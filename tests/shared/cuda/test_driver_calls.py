@@ -1,4 +1,4 @@
-"""Calls of the driver: what they return and raise; and that the stand-in is like the real one."""
+"""The driver's calls: results and errors; and the stand-in's similarity to the real package."""
 
 import importlib
 import inspect
@@ -14,12 +14,12 @@ from tests.fake_cuda_path import FAKE_CUDA, GPUS
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The stand-in in this process, with two GPUs."""
+    """Use the stand-in in this process, with two GPUs."""
     monkeypatch.setenv("FAKE_CUDA_DEVICES", ",".join(GPUS))
-    yield from _imported(monkeypatch)
+    yield from _import_anew(monkeypatch)
 
 
-def _imported(monkeypatch):
+def _import_anew(monkeypatch):
     monkeypatch.syspath_prepend(str(FAKE_CUDA))
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_cuda(name)}
     importlib.invalidate_caches()
@@ -33,10 +33,10 @@ def _is_cuda(name):
     return name == "cuda" or name.startswith("cuda.")
 
 
-def test_a_machine_without_gpus_says_so(monkeypatch):
-    """As the driver does, and its package where there is no driver."""
+def test_a_machine_without_gpus_is_reported(monkeypatch):
+    """With the driver's error, or the package's if there is no driver."""
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "")
-    for driver in _imported(monkeypatch):
+    for driver in _import_anew(monkeypatch):
         with pytest.raises(DriverError, match="cuInit failed: CUDA_ERROR_NO_DEVICE"):
             DriverCalls()
 
@@ -49,7 +49,7 @@ def test_a_machine_without_gpus_says_so(monkeypatch):
 
 
 def test_memory_is_shared_by_its_descriptor(fake):
-    """What one mapping writes the other one reads; the memory outlives the first."""
+    """Two mappings have the same bytes; the memory outlives the first."""
     calls = DriverCalls()
     calls.call("cuCtxSetCurrent", "context 0")
     ours = SharedGpuMemory(calls, 0, 5000)
@@ -67,8 +67,8 @@ def test_memory_is_shared_by_its_descriptor(fake):
     assert not fake._handles
 
 
-def test_an_import_of_too_little_leaves_nothing_behind(fake):
-    """A descriptor of less memory than is said is refused."""
+def test_a_failed_import_leaves_nothing(fake):
+    """A descriptor with less memory than announced is refused."""
     calls = DriverCalls()
     calls.call("cuCtxSetCurrent", "context 0")
     small = SharedGpuMemory(calls, 0, 5000)
@@ -78,8 +78,8 @@ def test_an_import_of_too_little_leaves_nothing_behind(fake):
     small.close()
 
 
-def test_the_stand_in_is_called_as_the_driver_is(fake):
-    """Every function has as many arguments as the real package's, and every constant is there."""
+def test_the_stand_in_has_the_drivers_functions(fake):
+    """Every function has as many arguments as the real one, and every constant exists."""
     ours = {name: getattr(fake, name) for name in dir(fake) if name.startswith(("cu", "CU"))}
     sys.path.remove(str(FAKE_CUDA))
     for name in [name for name in sys.modules if _is_cuda(name)]:

@@ -1,4 +1,4 @@
-"""Slots are locked in place chunk by chunk, as far as the system lets; and let go again."""
+"""Slots are registered chunk by chunk, as far as the system allows, and unregistered."""
 
 import mmap
 import threading
@@ -25,8 +25,8 @@ def address_of(memory):
     ("slot_bytes", "chunk_bytes", "sizes"),
     [
         (PAGE, 4 * PAGE, [4, 4, 2]),  # in pages
-        (PAGE, 1, [1] * 10),  # a chunk has a slot at least
-        (5 * PAGE // 2, 6 * PAGE, [5, 5, 5, 5, 5]),  # chunks begin where a slot and a page do
+        (PAGE, 1, [1] * 10),  # a chunk has at least one slot
+        (5 * PAGE // 2, 6 * PAGE, [5, 5, 5, 5, 5]),  # chunks begin at a slot and a page
     ],
 )
 def test_no_page_belongs_to_two_chunks(slot_bytes, chunk_bytes, sizes):
@@ -44,8 +44,8 @@ def test_no_page_belongs_to_two_chunks(slot_bytes, chunk_bytes, sizes):
     assert not registered.has(0)
 
 
-def test_what_cannot_be_registered_stays_as_it_is(caplog):
-    """A limit of the system ends it; the slots before are of use."""
+def test_registration_stops_at_the_systems_limit(caplog):
+    """The registered slots are used."""
     device = SimulatedDevice()
     device.fails_at = 2
     registered = RegisteredMemory(device, memory_of(10 * PAGE), PAGE, 3 * PAGE)
@@ -56,11 +56,11 @@ def test_what_cannot_be_registered_stays_as_it_is(caplog):
     assert not device.registered
 
 
-def test_it_ends_early_if_nobody_wants_it_any_more():
-    """Between two chunks; what was registered is let go."""
+def test_registration_can_be_stopped():
+    """Between two chunks; registered ones are released."""
 
     class Slow(SimulatedDevice):
-        """Registers a chunk, and the next one only when a test says so."""
+        """Registers a chunk, and waits for the test before the next."""
 
         def __init__(self):
             super().__init__()
@@ -84,8 +84,8 @@ def test_it_ends_early_if_nobody_wants_it_any_more():
     assert not device.registered
 
 
-def test_memory_that_is_not_let_go_is_no_error():
-    """The system does when the process ends."""
+def test_a_failure_to_unregister_is_no_error():
+    """The system does so when the process ends."""
 
     class Stubborn(SimulatedDevice):
         def unregister(self, address):
@@ -97,8 +97,8 @@ def test_memory_that_is_not_let_go_is_no_error():
     assert not registered.has(0)
 
 
-def test_memory_that_is_let_go_may_be_unmapped():
-    """Until then it is held: what is registered stays mapped."""
+def test_unregistered_memory_may_be_unmapped():
+    """Registered memory stays mapped."""
     mapped = mmap.mmap(-1, 2 * PAGE)
     registered = RegisteredMemory(SimulatedDevice(), memoryview(mapped), PAGE)
     registered.wait()

@@ -1,4 +1,4 @@
-"""Key files: private, and whole."""
+"""Key files: private, and complete."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def key():
 
 
 def test_a_key_file_is_private_and_read_again(tmp_path, key):
-    """Only its owner may read it, it is never overwritten, and the key comes back."""
+    """Only its owner may read it, and it is never overwritten."""
     path = tmp_path / "key"
     write_key(path, key)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -31,8 +31,8 @@ def test_a_key_file_is_private_and_read_again(tmp_path, key):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620])
-def test_a_key_file_that_others_may_touch_is_refused(tmp_path, key, mode):
-    """The group may read it, where the file says so; others may nothing."""
+def test_a_key_file_with_other_permissions_is_refused(tmp_path, key, mode):
+    """Its group may read it if the settings allow; others have no access."""
     path = tmp_path / "key"
     write_key(path, key)
     path.chmod(mode)
@@ -46,7 +46,7 @@ def test_a_key_file_that_others_may_touch_is_refused(tmp_path, key, mode):
     "text", [b"", b"ab" * 31, b"ab" * 33, b"x" * 64, b"\xff" * 64, b"a" * 9000]
 )
 def test_a_file_without_a_key_is_refused(tmp_path, text):
-    """Whatever is in it, the error names the file, and a remedy, and nothing of what is in it."""
+    """The error names the file, and a remedy, without the file's contents."""
     path = tmp_path / "key"
     path.write_bytes(text)
     path.chmod(0o600)
@@ -56,13 +56,13 @@ def test_a_file_without_a_key_is_refused(tmp_path, text):
 
 
 def test_a_missing_key_file_is_refused(tmp_path):
-    """With how to make one."""
+    """With the command that creates one."""
     with pytest.raises(KeyFileError, match="kvd key new"):
         read_key(str(tmp_path / "key"))
 
 
-def test_a_name_is_that_of_a_credential(tmp_path, monkeypatch, key):
-    """systemd puts it into a directory of its own, whose modes are its own business."""
+def test_a_bare_name_is_a_systemd_credential(tmp_path, monkeypatch, key):
+    """Its modes are systemd's own."""
     monkeypatch.delenv(CREDENTIALS_ENV, raising=False)
     with pytest.raises(KeyFileError, match="LoadCredential"):
         read_key("kvd-key")

@@ -1,4 +1,4 @@
-"""Values are sealed by the newest key, open by any, and nowhere else than where they were put."""
+"""Values are sealed with the newest key, open with any, and only in their place."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from shared.encryption.sealer import MARK, KeyMissingError, SealBrokenError, Sea
 DATA = b"what was said" * 50
 
 
-def test_without_a_key_values_are_what_they_are():
+def test_without_a_key_values_are_plain():
     assert Sealer().seal(DATA, "here") == DATA
     assert Sealer().open(DATA, "here") == DATA
     assert Sealer([new_key()]).open(DATA, "here") == DATA, "from before there was a key"
 
 
-def test_a_sealed_value_shows_nothing_and_opens_where_it_is():
+def test_a_sealed_value_opens_in_its_place():
     sealer = Sealer([new_key()])
     value = sealer.seal(DATA, "here")
     assert DATA[:13] not in value
@@ -33,7 +33,7 @@ def test_a_changed_value_does_not_open(at):
         sealer.open(bytes(value), "here")
 
 
-def test_a_value_that_was_cut_does_not_open():
+def test_a_truncated_value_does_not_open():
     sealer = Sealer([new_key()])
     value = sealer.seal(DATA, "here")
     for length in range(len(MARK), len(value), 61):
@@ -41,7 +41,7 @@ def test_a_value_that_was_cut_does_not_open():
             sealer.open(value[:length], "here")
 
 
-def test_old_keys_open_and_seal_nothing():
+def test_old_keys_open_but_do_not_seal():
     old, new = new_key(), new_key()
     value = Sealer([old]).seal(DATA, "here")
     both = Sealer([new, old])
@@ -55,7 +55,7 @@ def test_old_keys_open_and_seal_nothing():
 
 
 def test_a_plain_value_can_be_refused():
-    """Once all are sealed: else who can write decides what a value is."""
+    """Once all are sealed: otherwise a writer decides what a value is."""
     key = new_key()
     sealer = Sealer([key], takes_plain=False)
     with pytest.raises(SealBrokenError):

@@ -1,10 +1,10 @@
-"""What is sealed opens in its place only."""
+"""Sealed parts open in their place only."""
 
 from shared.encryption.sealing import TAG_BYTES, Seal, new_salt, unwrap, wrap
 
 
 def test_parts_open_in_their_place_only():
-    """A part is neither another part, nor of another thing, nor bound to anything else."""
+    """A part does not open as another part, of another object, or with other bound data."""
     key, salt = b"k" * 32, new_salt()
     sealed = memoryview(bytearray(5 + TAG_BYTES))
     Seal(key, salt).seal_into(3, b"bytes", sealed, b"bound")

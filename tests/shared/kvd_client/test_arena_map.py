@@ -16,7 +16,7 @@ def fd():
 
 
 def test_two_maps_see_the_same_bytes(fd):
-    """What one process writes into a slot another one reads from it, and from no other slot."""
+    """Bytes that one process writes into a slot are read by another, and only there."""
     writer, reader = ArenaMap(fd, 4096, 4), ArenaMap(fd, 4096, 4)
     writer.slot(2)[:] = b"x" * 4096
     assert bytes(reader.slot(2)) == b"x" * 4096
@@ -24,8 +24,8 @@ def test_two_maps_see_the_same_bytes(fd):
 
 
 @pytest.mark.parametrize("slot_id", [-1, 4, 1 << 40])
-def test_slots_outside_do_not_exist(fd, slot_id):
-    """A slot number that is none is refused before any memory is touched."""
+def test_slots_outside_the_arena_are_refused(fd, slot_id):
+    """Before any memory is touched."""
     with pytest.raises(ValueError, match="no slot"):
         ArenaMap(fd, 4096, 4).slot(slot_id)
 

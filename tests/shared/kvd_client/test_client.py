@@ -1,4 +1,4 @@
-"""The client over attachments that end: what it keeps, what it reports, what wakes its threads."""
+"""The client when attachments end: what it keeps, reports, and wakes."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -52,11 +52,11 @@ async def until(is_so):
 
 
 def num_waiting(grant):
-    """How many threads wait for a layer of a load."""
+    """Return how many threads wait for a layer of a load."""
     return len(grant.progress._words._changed._waiters)
 
 
-async def detached(client):
+async def until_detached(client):
     await until(lambda: not client.attached)
 
 
@@ -64,8 +64,10 @@ async def detached(client):
     ("layout", "what"),
     [(layout_with_states(), "the states of"), (layout_with_windows(), "windowed layers")],
 )
-async def test_a_kvd_that_keeps_no_states_or_windows_is_not_attached_to(tmp_path, layout, what):
-    """An engine whose model has them would load nothing of use from it."""
+async def test_a_kvd_without_states_or_windows_is_refused_where_they_are_needed(
+    tmp_path, layout, what
+):
+    """Loads from it would be useless for such a model."""
     client = KvdClient(tmp_path, layout, "test", reconnect_delay_s=0.02)
     async with small_kvd(tmp_path, layout) as kvd:
         running = asyncio.create_task(client.run())
@@ -76,15 +78,15 @@ async def test_a_kvd_that_keeps_no_states_or_windows_is_not_attached_to(tmp_path
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_same_arena_stays_mapped(tmp_path):
-    """Over a restart of kvd: the engine registers it once; a store under way goes on."""
+async def test_an_unchanged_arena_stays_mapped(tmp_path):
+    """Over a restart of kvd: the engine registers it once; an active store continues."""
     async with client_of(tmp_path) as client:
         async with small_kvd(tmp_path, LAYOUT) as kvd:
             await client.wait_attached(30)
             grant = await client.prepare_store(KEY, TOKENS, 0, 5)
             first = kvd.attaches[0]
             assert list(first.held_leases) == []
-        await detached(client)
+        await until_detached(client)
         async with small_kvd(tmp_path, LAYOUT) as kvd:
             await client.wait_attached(30)
             assert kvd.attaches[0].instance == first.instance
@@ -99,13 +101,13 @@ async def test_the_same_arena_stays_mapped(tmp_path):
             await client.complete_store(again, success=False)
 
 
-async def test_another_arena_is_mapped_anew(tmp_path):
-    """What was granted in the old one is lost, and its memory stays while it is used."""
+async def test_another_arena_is_mapped(tmp_path):
+    """Leases of the old one are lost, and its memory stays while it is used."""
     async with client_of(tmp_path) as client:
         async with small_kvd(tmp_path, LAYOUT, keep=False):
             await client.wait_attached(30)
             grant = await client.prepare_store(KEY, TOKENS, 0, 5)
-        await detached(client)
+        await until_detached(client)
         async with small_kvd(tmp_path, LAYOUT, keep=False, confirms=False) as kvd:
             await client.wait_attached(30)
             grant.arena.slot(2)[:4] = b"late"
@@ -115,13 +117,13 @@ async def test_another_arena_is_mapped_anew(tmp_path):
             assert (await client.prepare_load(KEY, TOKENS, 0, 5)).arena is not grant.arena
 
 
-async def test_a_lease_that_was_lost_cannot_be_completed(tmp_path):
-    """Though the arena is the same: its slots may be others' by now."""
+async def test_a_lost_lease_cannot_be_completed(tmp_path):
+    """Though the arena is the same: its slots may have other owners by now."""
     async with client_of(tmp_path) as client:
         async with small_kvd(tmp_path, LAYOUT):
             await client.wait_attached(30)
             grant = await client.prepare_load(KEY, TOKENS, 0, 5)
-        await detached(client)
+        await until_detached(client)
         async with small_kvd(tmp_path, LAYOUT, confirms=False) as kvd:
             await client.wait_attached(30)
             with pytest.raises(KvdUnavailableError):
@@ -129,13 +131,13 @@ async def test_a_lease_that_was_lost_cannot_be_completed(tmp_path):
             assert not kvd.completed
 
 
-async def test_what_was_given_back_to_nobody_is_given_back_later(tmp_path):
-    """A store that ends while kvd is away, after Attach has said that it is held."""
+async def test_a_store_that_ends_without_kvd_is_released_later(tmp_path):
+    """It ends while kvd is away, after Attach has reported it as held."""
     async with client_of(tmp_path) as client:
         async with small_kvd(tmp_path, LAYOUT):
             await client.wait_attached(30)
             grant = await client.prepare_store(KEY, TOKENS, 0, 5)
-        await detached(client)
+        await until_detached(client)
         async with small_kvd(tmp_path, LAYOUT, may_attach=False) as kvd:
             await until(lambda: kvd.attaches)
             with pytest.raises(KvdUnavailableError):
@@ -147,8 +149,8 @@ async def test_what_was_given_back_to_nobody_is_given_back_later(tmp_path):
 
 
 @pytest.mark.parametrize("holds", [False, True])
-async def test_a_client_that_ends_says_whether_it_still_writes(tmp_path, holds):
-    """It leaves only when no lease is open: else its slots stay its own until it dies."""
+async def test_a_client_that_ends_reports_open_leases(tmp_path, holds):
+    """It announces its exit only without them: otherwise it keeps its slots until it dies."""
     async with small_kvd(tmp_path, LAYOUT) as kvd:
         async with client_of(tmp_path) as client:
             await client.wait_attached(30)
@@ -159,8 +161,8 @@ async def test_a_client_that_ends_says_whether_it_still_writes(tmp_path, holds):
         assert kvd.gone[0].may_still_write == holds
 
 
-async def test_layers_are_waited_for_in_threads(tmp_path):
-    """Each is there as soon as kvd has published it."""
+async def test_threads_wait_for_layers(tmp_path):
+    """Each is returned as soon as kvd has published it."""
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
         await client.wait_attached(30)
         grant = await client.prepare_load(KEY, TOKENS, 0, 5, accept_pending=True)
@@ -176,8 +178,8 @@ async def test_layers_are_waited_for_in_threads(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["fails", "kvd goes", "we go", "time passes"])
-async def test_no_thread_waits_for_ever(tmp_path, end):
-    """A load that fails, kvd that goes away, our own end, the deadline."""
+async def test_every_wait_ends(tmp_path, end):
+    """By a failed load, kvd's end, the client's own end, or the deadline."""
     async with client_of(tmp_path) as client, small_kvd(tmp_path, LAYOUT) as kvd:
         await client.wait_attached(30)
         grant = await client.prepare_load(KEY, TOKENS, 0, 5, accept_pending=True)
@@ -196,7 +198,7 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
 
 @pytest.mark.parametrize("call", ["PrepareStore", "CompleteStore"])
 async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, monkeypatch, call):
-    """Nobody knows then what kvd holds for us: the next attachment reports what we hold."""
+    """The leases are unknown then: the next attachment reports those that are held."""
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
         await client.wait_attached(30)
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
@@ -212,15 +214,15 @@ async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, monkeypatc
         assert list(kvd.attaches[1].held_leases) == still_held
 
 
-async def test_pending_is_answered_only_to_those_who_ask(tmp_path):
-    """Others get what is complete."""
+async def test_pending_is_answered_on_request_only(tmp_path):
+    """Others get complete loads."""
     async with small_kvd(tmp_path, LAYOUT), client_of(tmp_path) as client:
         await client.wait_attached(30)
         grant = await client.prepare_load(KEY, TOKENS, 0, 5)
         assert (grant.lookup, grant.progress) == (Lookup.HIT, None)
 
 
-async def test_descriptors_are_given_back(tmp_path):
+async def test_descriptors_are_closed(tmp_path):
     """However often kvd restarts."""
 
     def num_open():
@@ -231,14 +233,14 @@ async def test_descriptors_are_given_back(tmp_path):
         for _ in range(6):
             async with small_kvd(tmp_path, LAYOUT):
                 await client.wait_attached(30)
-            await detached(client)
+            await until_detached(client)
             counts.append(num_open())
-        # The attachment may just be ending, and an attempt to attach again be under way.
+        # The attachment may just be ending, and another attempt be running.
         await until(lambda: num_open() <= min(counts[:2]) + 2)
 
 
-async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
-    """All that did not reach it while it was away, or that it did not answer; once each."""
+async def test_ends_of_sessions_are_reported_when_kvd_is_back(tmp_path):
+    """All that did not reach it, or were not answered; once each."""
     async with client_of(tmp_path) as client:
         for name in ("a", "b"):
             with pytest.raises(KvdUnavailableError):
@@ -259,8 +261,8 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             await until(lambda: not client._ended)
 
 
-async def test_a_kvd_that_retains_nothing_is_not_told(tmp_path):
-    """An older one, which has no such call: that is logged once, and no turn fails of it."""
+async def test_a_kvd_without_retention_is_not_asked(tmp_path):
+    """An older one lacks the call: that is logged once, and no turn fails."""
     with capture_logs() as logged:
         async with client_of(tmp_path) as client:
             with pytest.raises(KvdUnavailableError):
@@ -270,12 +272,12 @@ async def test_a_kvd_that_retains_nothing_is_not_told(tmp_path):
                     await client.wait_attached(30)
                     assert await client.retain_session(key_of("a"), 60) == 0
                     assert await client.retain_session(key_of("p"), 60, b"\0" * 4) == 0
-                await detached(client)
+                await until_detached(client)
     assert [entry["event"] for entry in logged].count("kvd_cannot_retain") == 1
 
 
-async def test_a_kvd_that_expects_nothing_is_not_told(tmp_path):
-    """An older one, which has no such call: that is logged once, and no turn fails of it."""
+async def test_a_kvd_without_expectations_is_not_asked(tmp_path):
+    """An older one lacks the call: that is logged once, and no turn fails."""
     with capture_logs() as logged:
         async with client_of(tmp_path) as client:
             with pytest.raises(KvdUnavailableError):
@@ -285,12 +287,12 @@ async def test_a_kvd_that_expects_nothing_is_not_told(tmp_path):
                     await client.wait_attached(30)
                     assert not await client.expect_session(key_of("a"), ["bash"])
                     assert not await client.expect_session(key_of("a"), superseded=True)
-                await detached(client)
+                await until_detached(client)
     assert [entry["event"] for entry in logged].count("kvd_cannot_expect") == 1
 
 
-async def test_a_kvd_that_knows_no_grafts_is_not_asked(tmp_path):
-    """An older one, or one that stores keys with their positions: nothing is given."""
+async def test_a_kvd_without_grafts_is_not_asked(tmp_path):
+    """It is older, or stores keys with their positions: nothing is grafted."""
     source = GraftSource(key_of("b"), b"\0" * 8, WHOLE, 0, 1)
     async with client_of(tmp_path) as client:
         assert not client.offers_grafts
@@ -302,16 +304,16 @@ async def test_a_kvd_that_knows_no_grafts_is_not_asked(tmp_path):
             assert await client.graft(key_of("a"), b"\0" * 4, WHOLE, source) == 0
 
 
-async def test_a_kvd_that_does_not_wait_is_not_asked_to(tmp_path):
-    """An older one: it would not know the field."""
+async def test_a_kvd_without_waits_is_not_asked_to_wait(tmp_path):
+    """An older one does not know the field."""
     async with client_of(tmp_path) as client, small_kvd(tmp_path, LAYOUT):
         await client.wait_attached(30)
         grant = await client.prepare_load(KEY, TOKENS, 0, 5, fetch_wait_s=7)
         assert (grant.lookup, grant.fetch_waited_s) == (Lookup.HIT, 0)
 
 
-async def test_so_many_ends_are_remembered(tmp_path):
-    """The newest; the others go by their age."""
+async def test_the_number_of_remembered_ends_is_bounded(tmp_path):
+    """The newest stay."""
     client = KvdClient(tmp_path, LAYOUT, "test")
     for number in range(MOST_ENDED + 5):
         with pytest.raises(KvdUnavailableError):
@@ -321,8 +323,8 @@ async def test_so_many_ends_are_remembered(tmp_path):
     assert key_of("5") in client._ended
 
 
-async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path, monkeypatch):
-    """Its head; all of it first, then what changes, and all again when the stream has ended."""
+async def test_a_queue_is_reported_over_consecutive_streams(tmp_path, monkeypatch):
+    """Its head: all of it first, then changes, and all again after the stream has ended."""
     monkeypatch.setattr(queue_sender, "RETRY_S", 0.1)
     feed = QueueFeed()
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
@@ -340,8 +342,8 @@ async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path, monkeyp
     assert numbers == [([], []), ([0, 1, 2], []), ([3], [0]), ([1, 2, 3], [])]
 
 
-async def test_what_has_happened_to_a_queue_may_be_waited_for(tmp_path, monkeypatch):
-    """Until kvd has acknowledged it, or the stream has ended; without one there is no wait."""
+async def test_changes_of_a_queue_can_be_waited_for(tmp_path, monkeypatch):
+    """Until kvd has acknowledged them, or the stream has ended; without one there is no wait."""
     monkeypatch.setattr(queue_sender, "RETRY_S", 100.0)
     feed = QueueFeed()
     async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
@@ -349,7 +351,7 @@ async def test_what_has_happened_to_a_queue_may_be_waited_for(tmp_path, monkeypa
         await client.wait_attached(30)
         await until(lambda: kvd.snapshots)
         feed.on_wait((0, 0.0, 0), key_of("0"), 0)
-        for _ in range(2):  # the second time nothing has happened since
+        for _ in range(2):  # the second time nothing has changed since
             await client.queue.reported()
             assert [list(one.waiting.numbers) for one in kvd.snapshots] == [[], [0]]
         feed.on_leave(0)
@@ -358,8 +360,8 @@ async def test_what_has_happened_to_a_queue_may_be_waited_for(tmp_path, monkeypa
         await client.queue.reported()
 
 
-async def test_what_swallows_a_cancellation_is_cancelled_again():
-    """As calls of grpc.aio do that end at that very moment; else nobody would attach again."""
+async def test_a_swallowed_cancellation_is_repeated():
+    """Calls of grpc.aio that end at that moment swallow it; the client would never attach again."""
     swallowed = []
 
     async def stubborn() -> None:
@@ -377,8 +379,8 @@ async def test_what_swallows_a_cancellation_is_cancelled_again():
     assert len(swallowed) == 2
 
 
-def test_the_states_of_a_connection(tmp_path):
-    """Whether loads and stores may be asked for is notified at each change of it, and only then."""
+def test_changes_of_the_connections_state_are_notified(tmp_path):
+    """Whether loads and stores are possible, at each change, and only then."""
     client = KvdClient(tmp_path, LAYOUT, "test")
     changes = []
     client.on_change.append(changes.append)

@@ -27,7 +27,7 @@ JOB = Job(Way.LOAD, 7, 0, 100, 900, [3, 0, 7])
     st.integers(0, 2**40),
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50),
 )
-def test_jobs_survive_the_way(way, job_id, offset, slot_ids):
+def test_jobs_round_trip(way, job_id, offset, slot_ids):
     """What is encoded is decoded to the same job."""
     job = Job(way, job_id, offset, offset // 2, offset + 1, slot_ids)
     decoded = decode_job(encode_job(job))
@@ -35,13 +35,13 @@ def test_jobs_survive_the_way(way, job_id, offset, slot_ids):
     assert vars(decoded) | {"slot_ids": slot_ids} == vars(job)
 
 
-def test_the_largest_job_fits_in_what_is_received():
+def test_the_largest_job_fits_into_a_packet():
     assert len(encode_job(Job(Way.STORE, 1, 0, 0, 1, range(MAX_JOB_SLOTS)))) == MAX_JOB_BYTES
 
 
 @given(st.binary(max_size=80) | st.binary(max_size=60).map(lambda end: encode_job(JOB)[:-1] + end))
-def test_junk_is_no_job(packet):
-    """It is refused, or is a job that `check` looks at."""
+def test_garbage_is_refused_or_a_checked_job(packet):
+    """`check` validates every decoded job."""
     try:
         job = decode_job(packet)
     except MalformedPacketError:
@@ -63,7 +63,7 @@ def test_junk_is_no_job(packet):
         ({"slot_ids": [0, 8]}, False),
     ],
 )
-def test_a_job_stays_within_slots_and_ring(changed, is_right):
+def test_a_job_must_stay_within_slots_and_ring(changed, is_right):
     """To the byte."""
     job = Job(**vars(JOB) | changed)
     if is_right:
@@ -74,11 +74,11 @@ def test_a_job_stays_within_slots_and_ring(changed, is_right):
 
 
 @pytest.mark.parametrize("answered", Answered)
-def test_answers_survive_the_way(answered):
+def test_answers_round_trip(answered):
     assert decode_answer(encode_answer(answered, 12)) == (answered, 12)
 
 
 @pytest.mark.parametrize("packet", [b"", b"\0" * 8, b"\3" + b"\0" * 8, b"\0" * 10])
-def test_junk_is_no_answer(packet):
+def test_garbage_is_no_answer(packet):
     with pytest.raises(MalformedPacketError):
         decode_answer(packet)

@@ -28,7 +28,7 @@ from shared.process.packets import MalformedPacketError
         Refused("denied", "no"),
     ],
 )
-def test_messages_survive_the_way(message):
+def test_messages_round_trip(message):
     """What is encoded is decoded to the same message."""
     assert decode(encode(message)) == message
 
@@ -53,7 +53,7 @@ def test_messages_survive_the_way(message):
         b"[" * 4096,
     ],
 )
-def test_junk_is_refused(packet):
+def test_garbage_is_refused(packet):
     """Anything but exactly one message is malformed."""
     with pytest.raises(MalformedPacketError):
         decode(packet)
@@ -68,7 +68,7 @@ objects = st.dictionaries(
 
 @given(st.one_of(st.binary(max_size=300), objects.map(lambda fields: json.dumps(fields).encode())))
 def test_any_packet_is_a_message_or_refused(packet):
-    """Nothing else can happen, and a message that is taken is one that could have been sent."""
+    """No other exception is raised, and an accepted message is one that could have been sent."""
     try:
         message = decode(packet)
     except MalformedPacketError:

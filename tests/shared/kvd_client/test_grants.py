@@ -1,4 +1,4 @@
-"""Answers of kvd that make no sense are found before any memory is touched."""
+"""Invalid answers of kvd are detected before any memory is touched."""
 
 import os
 from dataclasses import replace
@@ -35,7 +35,7 @@ def words():
     os.close(fd)
 
 
-def _changed(message, **fields):
+def _change(message, **fields):
     copy = type(message)()
     copy.CopyFrom(message)
     for name, value in fields.items():
@@ -75,7 +75,7 @@ def _store(arena, blocks, end_token=32, lease_id=9, layout=LAYOUT, load_ends=(),
     return store_grant(response, request, arena, layout)
 
 
-def test_a_hit(load):
+def test_a_valid_hit_is_accepted(load):
     """A sound hit is taken over as it is."""
     grant = load([SPAN, TAIL])
     assert (grant.lookup, grant.end_token, grant.more) == (Lookup.HIT, 20, True)
@@ -83,14 +83,14 @@ def test_a_hit(load):
 
 
 def test_a_wait_for_a_fetch(load):
-    """It is said; one of less than no time, or of none at all, makes no sense."""
+    """It is reported; a negative one, or one without a fetch, is invalid."""
     assert load([SPAN, TAIL], fetch_waited_s=1.5).fetch_waited_s == 1.5
     for waited_s in (-1.0, float("nan")):
         with pytest.raises(KvdProtocolError, match="wait"):
             load([SPAN, TAIL], fetch_waited_s=waited_s)
 
 
-def test_a_miss(load):
+def test_a_miss_has_a_reason_and_no_lease(load):
     """A miss has nothing to complete, and always a reason."""
     grant = load([], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)
     assert (grant.lookup, grant.miss_reason, grant.more) == (Lookup.MISS, "miss", False)
@@ -99,24 +99,24 @@ def test_a_miss(load):
 @pytest.mark.parametrize(
     "spans",
     [
-        [_changed(SPAN, slot_id=4), TAIL],
-        [_changed(SPAN, num_tokens=17), TAIL],
-        [_changed(SPAN, start=1), TAIL],
-        [_changed(SPAN, num_tokens=0), TAIL],
-        [SPAN, _changed(TAIL, token_offset=17)],
+        [_change(SPAN, slot_id=4), TAIL],
+        [_change(SPAN, num_tokens=17), TAIL],
+        [_change(SPAN, start=1), TAIL],
+        [_change(SPAN, num_tokens=0), TAIL],
+        [SPAN, _change(TAIL, token_offset=17)],
         [TAIL],
         [TAIL, SPAN],
         [SPAN],
         [],
     ],
 )
-def test_nonsense_spans(load, spans):
+def test_invalid_spans(load, spans):
     """Slots outside the arena, rows outside the block, gaps and wrong ends are refused."""
     with pytest.raises(KvdProtocolError):
         load(spans)
 
 
-def test_nonsense_lookups(load):
+def test_invalid_lookups(load):
     """A hit without a lease, a miss with one, a pending answer, more tokens than asked for."""
     for fields in (
         {"lease_id": 0},
@@ -132,8 +132,8 @@ def test_nonsense_lookups(load):
 PENDING = {"lookup": kvd_pb2.LOOKUP_PENDING, "accept_pending": True}
 
 
-def test_a_pending_grant(load, words):
-    """It is granted, and names the word of its progress."""
+def test_a_pending_grant_is_accepted(load, words):
+    """It names the word of its progress."""
     grant = load([SPAN, TAIL], progress_index=3, **PENDING)
     assert (grant.lookup, grant.more) == (Lookup.PENDING, True)
     words.end("the end")
@@ -141,7 +141,7 @@ def test_a_pending_grant(load, words):
         grant.progress.wait_layer(0, 60)
 
 
-def test_nonsense_pending_grants(load):
+def test_invalid_pending_grants(load):
     """A word that does not exist, a grant without spans or lease."""
     for spans, fields in (
         ([SPAN, TAIL], {"progress_index": 4}),
@@ -152,8 +152,8 @@ def test_nonsense_pending_grants(load):
             load(spans, **PENDING, **fields)
 
 
-def test_a_store(arena):
-    """A sound grant is taken over; one without a lease needs no completion."""
+def test_a_valid_store_is_accepted(arena):
+    """One without a lease needs no completion."""
     assert _store(arena, [BLOCK]).blocks[0].token_offset == 16
     refused = _store(arena, [], lease_id=0, end_token=0, refused_reason="no_space")
     assert (refused.lease_id, refused.refused_reason) == (0, "no_space")
@@ -162,21 +162,21 @@ def test_a_store(arena):
 @pytest.mark.parametrize(
     "blocks",
     [
-        [_changed(BLOCK, slot_id=9)],
-        [_changed(BLOCK, num_tokens=17)],
-        [_changed(BLOCK, token_offset=15)],
-        [_changed(BLOCK, token_offset=30)],
-        [BLOCK, _changed(BLOCK, token_offset=32, num_tokens=4)],
+        [_change(BLOCK, slot_id=9)],
+        [_change(BLOCK, num_tokens=17)],
+        [_change(BLOCK, token_offset=15)],
+        [_change(BLOCK, token_offset=30)],
+        [BLOCK, _change(BLOCK, token_offset=32, num_tokens=4)],
         [],
     ],
 )
-def test_nonsense_blocks(arena, blocks):
+def test_invalid_blocks(arena, blocks):
     """Blocks outside arena or tokens, or that share a slot, are refused."""
     with pytest.raises(KvdProtocolError):
         _store(arena, blocks)
 
 
-def test_grants_are_values(load):
+def test_grants_are_immutable_values(load):
     """A grant is frozen and can be compared."""
     grant = load([SPAN, TAIL])
     assert replace(grant) == grant
@@ -185,7 +185,7 @@ def test_grants_are_values(load):
 STATE = kvd_pb2.GrantedState(position=20, slot_ids=[0, 3], generations=[7, 8])
 
 
-def test_a_state_comes_with_the_tokens_before_it(load):
+def test_a_state_belongs_to_the_tokens_before_it(load):
     """It ends the load; without one there is more to come."""
     grant = load([SPAN, TAIL], layout=WITH_STATES, state=STATE, more=False)
     assert grant.state == GrantedState(20, (0, 3), (7, 8))
@@ -196,7 +196,7 @@ def test_a_state_comes_with_the_tokens_before_it(load):
     "fields",
     [
         {"layout": WITH_STATES, "more": False},
-        {"layout": WITH_STATES, "state": _changed(STATE, position=19)},
+        {"layout": WITH_STATES, "state": _change(STATE, position=19)},
         {"layout": LAYOUT, "state": STATE},
         {"layout": WITH_STATES, "state": kvd_pb2.GrantedState(position=20)},
         {
@@ -213,7 +213,7 @@ def test_a_state_comes_with_the_tokens_before_it(load):
         },
     ],
 )
-def test_a_state_that_cannot_be(load, fields):
+def test_invalid_states(load, fields):
     with pytest.raises(KvdProtocolError):
         load([SPAN, TAIL], **fields)
 
@@ -223,15 +223,15 @@ def test_a_miss_has_no_state(load):
         load([], lookup=kvd_pb2.LOOKUP_MISS, layout=WITH_STATES, state=STATE, lease_id=0)
 
 
-def test_states_to_be_written(arena):
-    """Beside blocks or without any; only such as were asked for, and in slots of their own."""
+def test_states_that_have_to_be_stored(arena):
+    """Beside blocks or without any; only requested ones, and in separate slots."""
     wanted = {"layout": WITH_STATES, "load_ends": [20, 40]}
     grant = _store(arena, [BLOCK], states=[STATE], **wanted)
     assert [state.position for state in grant.states] == [20]
     assert _store(arena, [], states=[STATE], **wanted).states == grant.states
     for states in (
-        [_changed(STATE, position=21)],
-        [_changed(STATE, position=40)],  # behind end_token
+        [_change(STATE, position=21)],
+        [_change(STATE, position=40)],  # behind end_token
         [STATE, STATE],
         [kvd_pb2.GrantedState(position=20, slot_ids=[0, 1], generations=[7, 8])],  # the block's
     ):
@@ -259,9 +259,9 @@ def wide_arena():
     os.close(fd)
 
 
-def test_windows_come_with_the_tokens_before_them(load, arena):
+def test_windows_belong_to_the_tokens_before_them(load, arena):
     """All that layers attend to from the end on; without them there is more to come."""
-    span = _changed(SPAN, slot_id=2)
+    span = _change(SPAN, slot_id=2)
     window = kvd_pb2.GrantedWindow(
         token_offset=0, num_tokens=16, slot_ids=[0, 3], generations=[7, 8]
     )
@@ -273,19 +273,19 @@ def test_windows_come_with_the_tokens_before_them(load, arena):
         {"more": False},
         {"windows": [window]},  # with more to come
         {"windows": [window, window], "more": False},
-        {"windows": [_changed(window, num_tokens=15)], "more": False},
-        {"windows": [_changed(window, token_offset=1, num_tokens=15)], "more": False},
-        {"windows": [_changed(window, start=1)], "more": False},
+        {"windows": [_change(window, num_tokens=15)], "more": False},
+        {"windows": [_change(window, token_offset=1, num_tokens=15)], "more": False},
+        {"windows": [_change(window, start=1)], "more": False},
         {"windows": [window], "more": False, "layout": LAYOUT},
     ):
         with pytest.raises(KvdProtocolError):
             load([span], **{**wanted, **fields})
 
 
-def test_windows_to_be_written(wide_arena):
-    """Beside blocks or without any, in slots of their own, of tokens that the engine holds."""
+def test_windows_that_have_to_be_stored(wide_arena):
+    """Beside blocks or without any, in separate slots, of tokens that the engine has."""
     wanted = {"layout": WITH_WINDOWS, "load_ends": [99]}
-    window = _changed(LAST_WINDOW, start=0)
+    window = _change(LAST_WINDOW, start=0)
     grant = _store(wide_arena, [BLOCK], windows=[window], **wanted)
     assert grant.windows == (GrantedWindow(16, 4, 0, (5, 4), (1, 2)),)
     assert _store(wide_arena, [], windows=[window], **wanted).windows == grant.windows
@@ -293,7 +293,7 @@ def test_windows_to_be_written(wide_arena):
         ([LAST_WINDOW], {}),  # not from its first row on
         ([WINDOW], {}),  # before from_token
         ([window, window], {}),
-        ([_changed(window, token_offset=30)], {}),  # behind end_token
+        ([_change(window, token_offset=30)], {}),  # behind end_token
         ([kvd_pb2.GrantedWindow(token_offset=16, num_tokens=4, slot_ids=[5])], {}),
         (
             [

@@ -20,7 +20,7 @@ LAYOUT = KVLayout(
 )
 
 
-def test_layouts_survive_the_way():
+def test_layouts_round_trip():
     """Several kinds of layers, shards and recipes are the same layout on the other side."""
     assert layout_of(layout_message(LAYOUT)) == LAYOUT
     windowed = replace(LAYOUT, layers=(replace(LAYOUT.layers[0], window=99), *LAYOUT.layers[1:]))
@@ -28,15 +28,15 @@ def test_layouts_survive_the_way():
 
 
 def test_another_fingerprint_is_refused():
-    """Two sides that compute different fingerprints would disagree about where bytes lie."""
+    """Two sides with different fingerprints would disagree about the places of bytes."""
     message = layout_message(LAYOUT)
     message.block_tokens = 64
     with pytest.raises(InvalidLayoutError, match="fingerprint"):
         layout_of(message)
 
 
-def test_a_layout_that_cannot_be_is_refused():
-    """The layout's own checks are made on what arrives."""
+def test_an_invalid_layout_is_refused():
+    """The layout's own checks run on received ones."""
     message = layout_message(LAYOUT)
     del message.layers[:]
     with pytest.raises(InvalidLayoutError, match="0 layers"):

@@ -14,7 +14,7 @@ from shared.types.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Choice:
-    """What is measured."""
+    """The choice of measurements."""
 
     path: Annotated[Path | None, typer.Option("--model", help="Which one.")] = None
     kind: Annotated[str, typer.Option(parser=one_of("kind", "a", "b"), metavar=TEXT)] = "a"
@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much."""
+    """The sizes of measurements."""
 
     batches: Annotated[tuple[int, ...], typer.Option(parser=numbers, metavar=TEXT)] = (1, 8)
     splits: Annotated[
@@ -39,7 +39,7 @@ def _run(*words, **how):
     @app.command()
     @command(Choice, Sizes, **how)
     def measure(choice: Choice, sizes: Sizes) -> None:
-        """Measure it."""
+        """Run the measurement."""
         found.extend((choice, sizes))
 
     result = CliRunner().invoke(app, words)
@@ -47,20 +47,23 @@ def _run(*words, **how):
 
 
 def test_a_command_gets_the_defaults():
-    """Lists are read from the text that help shows; what is no option keeps its value."""
+    """Lists are parsed from the text that help shows.
+
+    Fields that are no options keep their values.
+    """
     found, _ = _run()
     assert found == [Choice(), Sizes(splits="9/1,5/5")]
     assert found[0].seed == 7
 
 
-def test_a_command_gets_what_is_said():
+def test_a_command_gets_the_given_values():
     """Under the names that the options have."""
     found, _ = _run("--model", "x", "--kind", "b", "--batches", "3,4", "--quick")
     assert found[0] == Choice(Path("x"), "b")
     assert (found[1].batches, found[1].is_quick) == ((3, 4), True)
 
 
-def test_an_order_says_which_options_there_are():
+def test_an_order_selects_the_options():
     """Help has them in that order, and no others."""
     _, shown = _run("--help", order="is_quick batches")
     assert shown.output.index("--quick") < shown.output.index("--batches")
@@ -68,7 +71,7 @@ def test_an_order_says_which_options_there_are():
     assert "Measure it." in shown.output
 
 
-def test_what_is_not_known_is_refused_with_what_is():
+def test_unknown_options_are_refused_with_the_known_ones():
     """In the words of errors."""
     _, result = _run("--kind", "c")
     assert isinstance(result.exception, InvalidInputError)

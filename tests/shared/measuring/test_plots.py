@@ -1,4 +1,4 @@
-"""Pictures, and what is said where there can be none."""
+"""Pictures, and errors where none can be drawn."""
 
 import sys
 
@@ -7,7 +7,7 @@ import pytest
 from shared.measuring.plots import NoPlotError, check_plot, picture
 
 
-def _drawn(path):
+def _draw(path):
     with picture(path, 1, 2, figsize=(4, 2)) as (figure, axes):
         figure.suptitle("a title")
         for each in axes:
@@ -16,12 +16,12 @@ def _drawn(path):
 
 
 @pytest.mark.parametrize("name", ["found.png", "found.svg"])
-def test_the_file_s_name_says_the_format(tmp_path, name):
-    """And the same figures are the same file."""
+def test_the_files_name_determines_the_format(tmp_path, name):
+    """And equal figures give equal files."""
     check_plot(tmp_path / name)
-    first = _drawn(tmp_path / name)
+    first = _draw(tmp_path / name)
     assert first.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
-    assert _drawn(tmp_path / name) == first
+    assert _draw(tmp_path / name) == first
 
 
 @pytest.mark.parametrize(
@@ -32,21 +32,21 @@ def test_the_file_s_name_says_the_format(tmp_path, name):
         (".", "a directory"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, name, problem):
+def test_an_unwritable_picture_is_refused_before_measuring(tmp_path, name, problem):
     """With a remedy."""
     with pytest.raises(NoPlotError, match=problem) as raised:
         check_plot(tmp_path / name)
     assert raised.value.remedy
 
 
-def test_an_unknown_format_is_refused_when_it_is_drawn_too(tmp_path):
-    """Without a trace of it."""
+def test_an_unknown_format_is_refused_when_drawing_too(tmp_path):
+    """Without a traceback."""
     with pytest.raises(NoPlotError, match=r"\.png"):
-        _drawn(tmp_path / "found.nonsense")
+        _draw(tmp_path / "found.nonsense")
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_remedy_says_how_to_get_it(tmp_path, monkeypatch):
+def test_without_matplotlib_the_remedy_names_it(tmp_path, monkeypatch):
     """As if it were not installed."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NoPlotError, match=r"cachedattention\[bench\]"):

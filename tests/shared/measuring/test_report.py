@@ -1,4 +1,4 @@
-"""Reports: a document, tables, and where they go."""
+"""Reports: a document, tables, and their destinations."""
 
 import json
 
@@ -40,14 +40,14 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
         assert part in shown
 
 
-def test_the_document_can_stand_alone(capsys):
-    """For scripts: nothing else is on standard output."""
+def test_the_document_can_be_the_only_output(capsys):
+    """For scripts: standard output has nothing else."""
     print_report({"a": 1}, _tables, ONLY, ["a note"])
     assert json.loads(capsys.readouterr().out) == {"a": 1}
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_and_after(tmp_path):
-    """Minutes of measuring are not thrown away, and no trace is shown."""
+def test_an_unwritable_file_is_refused_before_and_after(tmp_path):
+    """Minutes of measuring are not lost, and no traceback is shown."""
     for path in (tmp_path, tmp_path / "none" / "found.json"):
         with pytest.raises(UnusableOutputError, match="cannot be written"):
             check_json(str(path))

@@ -19,7 +19,7 @@ def test_the_percentile_of_one_value_is_that_value():
     assert percentile([7.0], 0.99) == 7.0
 
 
-def test_nothing_has_no_percentile():
+def test_an_empty_list_has_no_percentile():
     with pytest.raises(ValueError, match="no values"):
         percentile([], 0.5)
 

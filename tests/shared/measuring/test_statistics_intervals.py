@@ -1,4 +1,4 @@
-"""Known values."""
+"""Confidence intervals with known values."""
 
 import math
 
@@ -16,12 +16,12 @@ def test_shares_have_wilsons_interval():
     assert (every.low, every.high) == pytest.approx((0.7225, 1), abs=1e-4)
 
 
-def test_of_nothing_anything_is_possible():
+def test_without_questions_the_interval_is_everything():
     """No question was asked."""
     assert (share(0, 0).low, share(0, 0).high) == (0, 1)
 
 
-def test_a_mean_is_as_sure_as_its_values_agree():
+def test_the_interval_of_a_mean_follows_from_the_spread():
     """One value says nothing about the spread."""
     found = mean([1.0, 3.0, 2.0, 2.0])
     assert found.value == 2

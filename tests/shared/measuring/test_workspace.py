@@ -24,7 +24,7 @@ def test_the_facts_of_this_machine_can_be_read():
     assert isinstance(shared_huge_pages(), str)
 
 
-def test_the_facts_that_every_report_has():
+def test_every_report_has_the_machines_facts():
     """By the names of the documents."""
     facts = common_facts(["numpy"])
     said = "cpu cpus load_average memory_bytes huge_pages kernel python libraries"
@@ -33,7 +33,7 @@ def test_the_facts_that_every_report_has():
     assert list(facts["libraries"]) == ["numpy"]
 
 
-def test_directories_are_removed_with_what_is_in_them(tmp_path):
+def test_directories_are_removed_with_their_contents(tmp_path):
     """However the block ends."""
 
     def broken_off() -> None:
@@ -49,8 +49,8 @@ def test_directories_are_removed_with_what_is_in_them(tmp_path):
     assert not any(path.exists() for path in made)
 
 
-def test_memory_that_is_not_there_is_refused():
-    """With what was to be done with it, and what to do instead."""
+def test_missing_memory_is_refused():
+    """With its purpose, and the remedy."""
     check_memory(1, "a byte", "nothing")
     with pytest.raises(NoRoomError, match="the arena would take") as raised:
         check_memory(1 << 60, "the arena", "measure less")
@@ -58,7 +58,7 @@ def test_memory_that_is_not_there_is_refused():
 
 
 def test_a_run_ends_on_sigterm_as_on_ctrl_c():
-    """What it made is removed on the way out, and its answer is given if it ends by itself."""
+    """Its files are removed, and its result is returned if it ends by itself."""
     ended = []
 
     async def interrupted() -> None:

@@ -6,7 +6,7 @@ from shared.process.backoff import Backoff
 
 
 def test_pauses_grow_up_to_a_bound():
-    """Each between half of and all of what it is at most; the first failure is news."""
+    """Each between half of and all of its maximum; the first failure is reported."""
     backoff = Backoff(Random(1), first_s=1.0, longest_s=8.0)  # noqa: S311
     pauses, news = [], []
     for _ in range(6):
@@ -18,8 +18,8 @@ def test_pauses_grow_up_to_a_bound():
     assert pauses[-1] != pauses[-2]
 
 
-def test_a_success_ends_it():
-    """That is news if it had failed; the next failure begins anew."""
+def test_a_success_resets_the_pauses():
+    """It is reported if it follows a failure; the next failure starts over."""
     backoff = Backoff(Random(1))  # noqa: S311
     assert not backoff.record_success()
     for _ in range(5):
@@ -32,8 +32,8 @@ def test_a_success_ends_it():
     assert backoff.retry_at_s <= 1.0
 
 
-def test_no_number_of_failures_is_too_many():
-    """Of a store that is gone for years."""
+def test_any_number_of_failures_is_possible():
+    """For example of a store that is gone for years."""
     backoff = Backoff(Random(1))  # noqa: S311
     for _ in range(5000):
         backoff.record_failure(0.0)

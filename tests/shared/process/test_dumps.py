@@ -1,4 +1,4 @@
-"""Serving processes are not dumpable, and their KV is left out of dumps that are allowed."""
+"""Serving processes are not dumpable, and their KV is excluded from allowed dumps."""
 
 import asyncio
 import mmap
@@ -31,7 +31,7 @@ print(may_be_dumped(), resource.getrlimit(resource.RLIMIT_CORE), bool(os.listdir
 
 
 def _flags_at(pid: int | str, address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds an address: "dd" is left out of dumps."""
+    """Return the kernel's flags of the mapping at an address: "dd" is excluded from dumps."""
     holds = False
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="ascii").splitlines():
         first = line.split()[0]
@@ -44,7 +44,7 @@ def _flags_at(pid: int | str, address: int) -> set[str]:
 
 
 def _flags_of_arenas(pid: int) -> list[bool]:
-    """Whether each mapping of an arena's slots is left out of dumps."""
+    """Return whether each mapping of an arena's slots is excluded from dumps."""
     found, is_arena = [], False
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split()[0] and not line.split()[0].endswith(":"):
@@ -58,7 +58,7 @@ def _address(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-def test_arenas_are_left_out(tmp_path):
+def test_arenas_are_excluded(tmp_path):
     """In every process that maps one: kvd and engines use the same class."""
     fd = os.memfd_create("arena")
     os.ftruncate(fd, 4 * mmap.PAGESIZE)
@@ -68,20 +68,20 @@ def test_arenas_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("num_items", [100, 1 << 20], ids=["small", "huge pages"])
-def test_kv_buffers_are_left_out(num_items):
-    """The engine's working KV, inside the pool and beside it."""
+def test_kv_buffers_are_excluded(num_items):
+    """The engine's working KV, in the pool and outside."""
     region = allocate_region(num_items, torch.device("cpu"), torch.float32)
     region.fill_(1.0)
     assert "dd" in _flags_at("self", region.data_ptr())
 
 
-def test_staged_blocks_are_left_out():
-    """What kvd packs, seals and scrubs on its way from and to SSD."""
+def test_staged_blocks_are_excluded():
+    """Memory in which kvd packs, seals and scrubs blocks."""
     assert "dd" in _flags_at("self", _address(Staging().take(100_000)))
 
 
 async def test_a_process_forbids_its_dumps():
-    """For good, and goes on seeing its own files in /proc."""
+    """Permanently, and it can still read its own files in /proc."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", FORBIDDING), stdout=asyncio.subprocess.PIPE
     )
@@ -90,7 +90,7 @@ async def test_a_process_forbids_its_dumps():
 
 
 @pytest.mark.parametrize("dumps", [False, True])
-async def test_kvd_is_not_dumpable_unless_it_is_to_be(tmp_path, monkeypatch, dumps):
+async def test_kvd_is_not_dumpable_unless_configured(tmp_path, monkeypatch, dumps):
     """It serves an engine either way; where dumps are allowed the doctor says so."""
     if dumps:
         monkeypatch.setenv("KVD_PROCESS__DUMPS", "true")
@@ -106,7 +106,7 @@ async def test_kvd_is_not_dumpable_unless_it_is_to_be(tmp_path, monkeypatch, dum
 
 
 async def test_a_pair_serves_undumpable(tiny_model, short_dir):
-    """Arena and buffers of the service are marked too; its turns are served as ever."""
+    """Arena and buffers of the service are marked too; its turns are answered."""
     async with (
         running_kvd(short_dir / "kvd", "--dram", "64MB", "--ssd", "64MB") as kvd,
         InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,

@@ -1,10 +1,10 @@
-"""What is logged of callers that were turned away."""
+"""Log lines about refused callers."""
 
 from shared.process.log import LineAllowance
 
 
-def test_a_flood_has_so_many_lines_a_second():
-    """The next line says how many had none; nobody pays for another's flood."""
+def test_a_flood_is_limited_to_some_lines_per_second():
+    """The next line has the number of omitted ones; each kind has its own limit."""
     now_s = [5.0]
     allowance = LineAllowance(2, lambda: now_s[0])
     assert [allowance.take("loud") for _ in range(5)] == [0, 0, None, None, None]

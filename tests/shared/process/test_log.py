@@ -29,7 +29,7 @@ def test_json_lines(capsys):
     assert "timestamp" in line
 
 
-def test_levels_are_kept(capsys):
+def test_lines_below_the_level_are_dropped(capsys):
     """What is below the level is not written."""
     configure_logging("warning", json=True)
     get_logger("a").info("quiet")
@@ -38,7 +38,7 @@ def test_levels_are_kept(capsys):
     assert [json.loads(line)["event"] for line in lines] == ["loud"]
 
 
-def test_standard_loggers_look_alike(capsys):
+def test_standard_loggers_have_the_same_form(capsys):
     """A library that uses logging appears in the same form."""
     configure_logging("info", json=True)
     logging.getLogger("library").warning("said %s", "this")
@@ -46,7 +46,7 @@ def test_standard_loggers_look_alike(capsys):
     assert (line["event"], line["logger"]) == ("said this", "library")
 
 
-def test_exceptions_are_one_line(capsys):
+def test_exceptions_are_a_field(capsys):
     """A traceback is a field of its event."""
     configure_logging("info", json=True)
     try:
@@ -57,7 +57,7 @@ def test_exceptions_are_one_line(capsys):
     assert "ValueError: invalid literal" in json.loads(line)["exception"]
 
 
-def test_text_for_people(capsys):
+def test_text_lines_for_people(capsys):
     """Without JSON an event is a readable line: local time and zone, level, event, facts."""
     configure_logging("info", json=False)
     get_logger("kvd.a").info("started", port=1)
@@ -69,8 +69,8 @@ def test_text_for_people(capsys):
 
 
 @pytest.mark.parametrize(("environ", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colours_are_for_terminals(monkeypatch, environ, is_coloured):
-    """A file has none, nor has the terminal of somebody who wants none."""
+def test_only_terminals_get_colours(monkeypatch, environ, is_coloured):
+    """Files do not, nor terminals whose user wants none."""
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -85,7 +85,7 @@ def test_colours_are_for_terminals(monkeypatch, environ, is_coloured):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_secrets_are_redacted(capsys, as_json):
-    """Neither the name of a secret nor the looks of one gets its value into a line."""
+    """Neither the name nor the form of a secret gets its value into a line."""
     configure_logging("info", json=as_json)
     log = get_logger("a")
     secret = "tok-1"  # noqa: S105  # of nothing
@@ -116,8 +116,8 @@ def test_secrets_are_redacted(capsys, as_json):
     ],
     ids=str,
 )
-def test_credentials_are_redacted_wherever_they_stand(capsys, as_json, said):
-    """In URLs, headers, bytes and objects, of ours and of libraries; the rest of them is logged."""
+def test_credentials_are_redacted_everywhere(capsys, as_json, said):
+    """In URLs, headers, bytes and objects, of this project and of libraries; the rest is logged."""
     configure_logging("info", json=as_json)
     get_logger("a").info("happened", said=said)
     logging.getLogger("library").warning("happened %s", said)
@@ -129,7 +129,7 @@ def test_credentials_are_redacted_wherever_they_stand(capsys, as_json, said):
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_words_that_are_no_secrets(capsys, as_json):
+def test_other_words_are_not_redacted(capsys, as_json):
     """What only sounds like one is logged."""
     configure_logging("info", json=as_json)
     said = (
@@ -141,8 +141,8 @@ def test_words_that_are_no_secrets(capsys, as_json):
     assert REDACTED not in written
 
 
-def test_libraries_have_so_many_lines(capsys):
-    """What somebody can cause at will does not fill the disk; our own events are all written."""
+def test_lines_of_libraries_are_limited(capsys):
+    """Lines that outsiders can cause do not fill the disk; our own events are all written."""
     configure_logging("info", json=True)
     for number in range(200):
         logging.getLogger("asyncio").error("broke", exc_info=ValueError(number))
@@ -154,7 +154,7 @@ def test_libraries_have_so_many_lines(capsys):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_tracebacks_show_no_values(capsys, as_json):
-    """A traceback has lines of code and the error's message, redacted, and no local variables."""
+    """It has lines of code and the error's redacted message, and no local variables."""
     configure_logging("info", json=as_json)
 
     def fail(mine: int) -> None:
@@ -187,8 +187,8 @@ def test_journal_lines_have_priorities(tmp_path, monkeypatch):
     assert all(line.startswith("{") for line in lines[4:])  # stderr was redirected since
 
 
-def test_bound_values_are_in_each_line(capsys):
-    """What a task has bound, its trace id for one, is in the lines that it writes."""
+def test_bound_values_are_in_every_line(capsys):
+    """Values that a task has bound, such as its trace id."""
     configure_logging("info", json=True)
     with structlog.contextvars.bound_contextvars(trace_id="abc"):
         get_logger("a").info("within")

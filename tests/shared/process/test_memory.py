@@ -1,4 +1,4 @@
-"""The garbage collector, over objects that stay."""
+"""The garbage collector with many permanent objects."""
 
 import gc
 from math import inf
@@ -10,20 +10,20 @@ from shared.process import memory
 
 @pytest.fixture(autouse=True)
 def _little_to_look_at():
-    """What other tests have left is left alone: a pass over all of it takes a second.
+    """Freeze objects of other tests: a full collection of them takes a second.
 
-    Nor is it looked at again afterwards, by which each full pass would take as long to the end.
+    They stay frozen, as each later full collection would take as long.
     """
     gc.freeze()
 
 
 def is_looked_at(thing):
-    """Whether the next full pass of the collector looks at it."""
+    """Return whether the next full collection scans it."""
     return any(found is thing for found in gc.get_objects())
 
 
-def test_what_survives_a_long_pass_is_left_alone():
-    """The next pass does not look at it; what comes later is looked at."""
+def test_survivors_of_a_long_collection_are_frozen():
+    """The next one does not scan them; later objects are scanned."""
     before = []
     with memory.freezing_survivors(long_pass_s=0.0):
         assert is_looked_at(before)
@@ -35,15 +35,15 @@ def test_what_survives_a_long_pass_is_left_alone():
         assert is_looked_at(after)
 
 
-def test_what_survives_a_short_pass_is_looked_at_again():
-    """A small kvd loses no cycle."""
+def test_survivors_of_a_short_collection_are_not_frozen():
+    """A small kvd leaks no cycle."""
     kept = []
     with memory.freezing_survivors(long_pass_s=inf):
         gc.collect()
         assert is_looked_at(kept)
 
 
-def test_nothing_is_left_alone_afterwards():
+def test_the_collector_is_restored_afterwards():
     """The collector is again as it was."""
     with memory.freezing_survivors(long_pass_s=0.0):
         pass

@@ -21,7 +21,7 @@ def pair():
         end.close()
 
 
-async def test_descriptors_ride_along(pair):
+async def test_descriptors_are_sent_with_a_packet(pair):
     """A descriptor arrives as another number for the same file, not inherited by children."""
     fd = os.memfd_create("test")
     os.write(fd, b"content")
@@ -33,8 +33,8 @@ async def test_descriptors_ride_along(pair):
     close_fds([fd, received])
 
 
-async def test_waiting_and_end(pair):
-    """A receive waits for its packet, and sees the end as an empty one."""
+async def test_receiving_waits_and_sees_the_end(pair):
+    """The end is an empty packet."""
     waiting = asyncio.ensure_future(receive(pair[1]))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -45,14 +45,14 @@ async def test_waiting_and_end(pair):
 
 
 async def test_oversized_packets_are_an_error(pair):
-    """A packet that does not fit is not half a message."""
+    """A packet that does not fit is not cut."""
     pair[0].send(b"x" * 5000)
     with pytest.raises(OSError, match="truncated"):
         await receive(pair[1])
 
 
 async def test_too_many_descriptors_are_an_error_and_closed(pair):
-    """Descriptors nobody asked for are not kept open."""
+    """Unexpected descriptors are not kept open."""
     before = _num_open()
     fds = [os.memfd_create(str(number)) for number in range(MAX_FDS + 2)]
     socket.send_fds(pair[0], [b"packet"], fds)
@@ -66,8 +66,8 @@ def _num_open():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_connecting_to_nobody(tmp_path):
-    """Connecting fails at once where nobody listens."""
+def test_connecting_without_a_listener(tmp_path):
+    """It fails at once."""
     with pytest.raises(OSError, match="No such file"):
         packets.connect(str(tmp_path / "nobody"))
 

@@ -1,4 +1,4 @@
-"""Where directories are by default."""
+"""Default directories."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,14 @@ from shared.process.runtime_dir import default_runtime_dir, default_state_dir
 
 
 def test_runtime_dir_is_the_systems_or_the_users():
-    """Root and whoever may enter it use /run/kvd, everybody else their own."""
+    """Root and users who may enter it use /run/kvd, others their own."""
     found = default_runtime_dir({"XDG_RUNTIME_DIR": "/run/user/7"})
     may_enter = os.geteuid() == 0 or os.access("/run/kvd", os.X_OK)
     assert found == Path("/run/kvd" if may_enter else "/run/user/7/kvd")
 
 
 def test_state_dir_follows_the_supervisor():
-    """What systemd assigns is used, the first one if there are several."""
+    """The directory assigned by systemd is used, the first if there are several."""
     assert default_state_dir({"STATE_DIRECTORY": "/var/lib/a:/var/lib/b"}) == Path("/var/lib/a")
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor hears, and the descriptors that it keeps."""
+"""Notifications to a supervisor, and the descriptors that it keeps."""
 
 import array
 import os
@@ -29,15 +29,15 @@ def test_a_reload_begins_with_the_time(tmp_path):
     assert int(first.removeprefix(begin)) <= int(second.removeprefix(begin))
 
 
-def test_nobody_listens(tmp_path):
+def test_without_a_supervisor_nothing_is_sent(tmp_path):
     """Outside systemd, or when it is gone, nothing happens."""
     for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "gone")}):
         systemd.notify(systemd.READY, environ=environ)
         assert not systemd.send("X", (), environ, 1.0)
 
 
-def test_watchdog_interval():
-    """Half of what is allowed, if it is meant for this process."""
+def test_the_watchdog_interval():
+    """Half of the allowed time, if it is meant for this process."""
     ours = {"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": str(os.getpid())}
     assert systemd.watchdog_interval_s(ours) == 1.5
     assert systemd.watchdog_interval_s({**ours, "WATCHDOG_PID": "1"}) is None
@@ -57,14 +57,14 @@ def environ(tmp_path):
     return {"NOTIFY_SOCKET": str(tmp_path / "notify")}
 
 
-def heard(supervisor):
-    """One message, as lines, and the descriptors with it."""
+def receive_message(supervisor):
+    """Return one message, as lines, and its descriptors."""
     data, ancillary, _, _ = supervisor.recvmsg(1000, socket.CMSG_LEN(64))
     fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw)]
     return data.decode().split("\n"), fds
 
 
-def test_nobody_keeps_descriptors(tmp_path):
+def test_without_a_supervisor_no_descriptor_is_kept(tmp_path):
     """Outside systemd, or when it is gone, nothing is kept."""
     for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "gone")}):
         systemd.remove_fds(["a"], environ)
@@ -78,15 +78,15 @@ def test_descriptors_are_sent_by_name(supervisor, environ):
     assert systemd.store_fds({"kvd-a-slots": fd, "kvd-a-journal": fd}, environ)
     systemd.remove_fds(["kvd-a-slots"], environ)
     for name in ("kvd-a-slots", "kvd-a-journal"):
-        lines, (received,) = heard(supervisor)
+        lines, (received,) = receive_message(supervisor)
         assert lines == ["FDSTORE=1", f"FDNAME={name}", "FDPOLL=0"]
         assert os.pread(received, 7, 0) == b"content"
         os.close(received)
-    assert heard(supervisor) == (["FDSTOREREMOVE=1", "FDNAME=kvd-a-slots"], [])
+    assert receive_message(supervisor) == (["FDSTOREREMOVE=1", "FDNAME=kvd-a-slots"], [])
     os.close(fd)
 
 
-# Takes over its descriptors; says what they hold, what a child of it inherits, and what is left.
+# Adopts its descriptors; prints their contents, those a child inherits, and the rest.
 ADOPTING = """
 import os, subprocess, sys
 from shared.process import systemd
@@ -142,7 +142,7 @@ def memfds():
         os.close(fd)
 
 
-def test_a_new_process_takes_its_descriptors_over(memfds):
+def test_a_new_process_adopts_its_descriptors(memfds):
     """By name; once; and its own children inherit neither them nor the variables."""
     lines = run_with_fds(memfds, ["kvd-a-slots", "kvd-a-journal", "stored"])
     assert lines == [
@@ -154,14 +154,14 @@ def test_a_new_process_takes_its_descriptors_over(memfds):
     ]
 
 
-def test_of_two_descriptors_of_one_name_one_is_kept(memfds):
+def test_of_two_descriptors_with_one_name_one_is_kept(memfds):
     """The first, which is the newest in systemd's list; the other is closed."""
     lines = run_with_fds(memfds, ["a", "a", "b"])
     assert lines[:2] == ["a content 0", "b content 2"]
 
 
-def test_descriptors_of_another_process_are_left_alone(memfds):
-    """A LISTEN_PID that we inherited says nothing about our descriptors."""
+def test_another_processs_descriptors_are_not_used(memfds):
+    """An inherited LISTEN_PID says nothing about this process's descriptors."""
     lines = run_with_fds(memfds, ["a", "b", "c"], pid="1")
     assert lines[0] == "again {} []"
 
@@ -169,8 +169,8 @@ def test_descriptors_of_another_process_are_left_alone(memfds):
 @pytest.mark.parametrize(
     "variables", [{}, {"LISTEN_FDS": "junk"}, {"LISTEN_FDS": "1000"}, {"LISTEN_FDNAMES": "a:b"}]
 )
-def test_nonsense_announcements(variables):
-    """Descriptors that are announced and not there are no descriptors."""
+def test_invalid_announcements(variables):
+    """Announced descriptors that do not exist are ignored."""
     script = (
         "import os; from shared.process import systemd;"
         "os.environ['LISTEN_PID'] = str(os.getpid());"

@@ -1,4 +1,4 @@
-"""The hash ring: balance, and that only what has to move moves."""
+"""The hash ring: balance, and few sessions move when servers change."""
 
 from collections import Counter
 from itertools import islice
@@ -16,7 +16,7 @@ def owner(ring: HashRing, session: str) -> str:
     return next(ring.owners(session))
 
 
-def test_names_alone_decide() -> None:
+def test_only_names_decide() -> None:
     one, other = HashRing(["a", "b", "c"]), HashRing(["x", "c"])
     other.set_servers(["c", "b", "a"])
     for session in SESSIONS[:200]:
@@ -24,7 +24,7 @@ def test_names_alone_decide() -> None:
 
 
 @given(names, names)
-def test_owners_are_every_server_once(before: set[str], after: set[str]) -> None:
+def test_each_server_is_an_owner_once(before: set[str], after: set[str]) -> None:
     ring = HashRing(before)
     ring.set_servers(after)
     found = [*ring.owners("ann")]
@@ -33,7 +33,7 @@ def test_owners_are_every_server_once(before: set[str], after: set[str]) -> None
 
 
 @given(names, st.text(min_size=1, max_size=8))
-def test_who_goes_moves_its_own_sessions_only(servers: set[str], gone: str) -> None:
+def test_a_removed_server_moves_only_its_own_sessions(servers: set[str], gone: str) -> None:
     ring, left = HashRing({*servers, gone}), HashRing(servers - {gone})
     for session in SESSIONS[:100]:
         first, *others = ring.owners(session)
@@ -51,5 +51,5 @@ def test_sessions_are_spread_evenly() -> None:
     assert max(counts.values()) < 1.5 * len(SESSIONS) / len(servers)
 
 
-def test_a_ring_of_none_has_no_owners() -> None:
+def test_an_empty_ring_has_no_owners() -> None:
     assert [*islice(HashRing().owners("ann"), 1)] == []

@@ -1,4 +1,4 @@
-"""Where turns go: to who holds the session, unless that costs more. For any servers, too."""
+"""Turns are routed to the server with their session, unless that costs more."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +17,7 @@ BUSY = ServerReport(num_places=2, turn_s=4.0, compute_s=1e-3)
 
 
 def router(servers: list[str] = SERVERS, most_sessions: int = 1000) -> SessionRouter:
-    clock = count(step=100.0)  # whatever was told is told for long
+    clock = count(step=100.0)  # reports are valid for long here
     made = SessionRouter(seed=0, most_sessions=most_sessions, clock=lambda: next(clock))
     made.set_servers(servers)
     return made
@@ -27,21 +27,21 @@ def own(session: str, servers: list[str] = SERVERS) -> list[str]:
     return [*HashRing(servers).owners(session)]
 
 
-def test_a_new_session_goes_to_its_own_server() -> None:
+def test_a_new_session_goes_to_its_ring_server() -> None:
     route = router().choose("ann")
     assert route.server == own("ann")[0]
     assert route.reason == "owner"
     assert route.fallbacks == tuple(own("ann")[1:3])
 
 
-def test_a_session_goes_where_it_is_held() -> None:
+def test_a_session_goes_to_the_server_that_has_it() -> None:
     holder = own("ann")[-1]
     routes = router()
     routes.report(holder, ServerReport(sessions={name_hash("ann"): 900}))
     assert routes.choose("ann")[:2] == (holder, "held")
 
 
-def test_of_two_who_hold_a_session_who_has_more_is_asked() -> None:
+def test_of_two_servers_with_a_session_the_one_with_more_is_used() -> None:
     less, more = own("ann")[-2:]
     routes = router()
     routes.report(more, ServerReport(sessions={name_hash("ann"): 900}))
@@ -51,7 +51,7 @@ def test_of_two_who_hold_a_session_who_has_more_is_asked() -> None:
     assert routes.choose("ann").server == less
 
 
-def test_a_turn_that_was_sent_says_who_holds_its_session() -> None:
+def test_a_routed_turn_tells_where_its_session_is() -> None:
     holder = own("ann")[-1]
     routes = router()
     routes.on_begin(holder, "ann")
@@ -68,7 +68,7 @@ def test_a_turn_that_was_sent_says_who_holds_its_session() -> None:
         (30_000, 1e-4, False),
     ],
 )
-def test_a_session_moves_where_that_takes_less_than_waiting(
+def test_a_session_moves_where_that_is_faster_than_waiting(
     tokens: int, fetch_s: float | None, moves: bool
 ) -> None:
     holder, second = own("ann")[:2]
@@ -83,7 +83,7 @@ def test_a_session_moves_where_that_takes_less_than_waiting(
     assert route[:2] == ((second, "moved") if moves else (holder, "held"))
 
 
-def test_computing_costs_those_who_wait_there_as_well() -> None:
+def test_computing_also_delays_waiting_turns() -> None:
     holder, *others = own("ann")
     routes = router()
     for name in others:
@@ -95,8 +95,8 @@ def test_computing_costs_those_who_wait_there_as_well() -> None:
     assert routes.choose("ann").server == others[0]
 
 
-def test_computing_costs_those_who_are_likely_to_come_as_well() -> None:
-    """Or sessions would move to and fro where all servers are busy."""
+def test_computing_also_delays_expected_turns() -> None:
+    """Otherwise sessions would move to and fro when all servers are busy."""
     holder, other = own("ann")[:2]
     held = replace(BUSY, num_turns=3, sessions={name_hash("ann"): 2000})  # 4 s
     for starts_per_s, server in ((0.0, other), (1.0, holder)):
@@ -107,7 +107,7 @@ def test_computing_costs_those_who_are_likely_to_come_as_well() -> None:
         assert routes.choose("ann").server == server  # 2 s to compute, in which two come
 
 
-def test_what_was_not_stored_yet_cannot_be_fetched() -> None:
+def test_unstored_tokens_cannot_be_fetched() -> None:
     now_s = [0.0]
     holder, other = own("ann")[:2]
     routes = SessionRouter(seed=0, clock=lambda: now_s[0])
@@ -121,7 +121,7 @@ def test_what_was_not_stored_yet_cannot_be_fetched() -> None:
         assert routes.choose("ann").server == server
 
 
-def test_turns_that_were_sent_since_a_report_count() -> None:
+def test_turns_since_a_report_count() -> None:
     first, second = own("ann")[:2]
     routes = router()
     for name in SERVERS:
@@ -135,7 +135,7 @@ def test_turns_that_were_sent_since_a_report_count() -> None:
     assert routes.choose("ann").server == second
 
 
-def test_who_drains_gets_nothing_while_others_take_turns() -> None:
+def test_a_draining_server_gets_no_turns_while_others_accept() -> None:
     first, second = own("ann")[:2]
     routes = router()
     routes.report(first, ServerReport(takes_turns=False, sessions={name_hash("ann"): 9000}))
@@ -146,7 +146,7 @@ def test_who_drains_gets_nothing_while_others_take_turns() -> None:
     assert routes.choose("ann").server in SERVERS
 
 
-def test_a_turn_of_no_session_goes_where_least_is_under_way() -> None:
+def test_a_turn_without_a_session_goes_to_the_least_loaded_server() -> None:
     routes = router()
     for name in SERVERS[1:]:
         routes.report(name, replace(BUSY, num_turns=3))
@@ -154,7 +154,7 @@ def test_a_turn_of_no_session_goes_where_least_is_under_way() -> None:
     assert routes.choose(None)[:2] == ("a", "least_busy")
 
 
-def test_who_is_gone_is_asked_no_more() -> None:
+def test_a_removed_server_gets_no_turns() -> None:
     holder = own("ann")[-1]
     routes = router()
     routes.on_begin(holder, "ann")
@@ -165,12 +165,12 @@ def test_who_is_gone_is_asked_no_more() -> None:
     assert routes.choose("ann").server != holder
 
 
-def test_no_server_is_said() -> None:
+def test_an_empty_ring_is_an_error() -> None:
     with pytest.raises(NoServerError):
         router([]).choose("ann")
 
 
-def test_the_longest_unused_session_is_forgotten() -> None:
+def test_the_least_recently_used_session_is_forgotten() -> None:
     routes = router(most_sessions=2)
     strangers = {name: own(name)[-1] for name in ("ann", "bob", "cid")}
     for session, server in strangers.items():
@@ -178,8 +178,8 @@ def test_the_longest_unused_session_is_forgotten() -> None:
     assert [routes.choose(name).reason for name in strangers] == ["owner", "held", "held"]
 
 
-def test_one_name_for_all_makes_no_hot_spot() -> None:
-    """Sessions whose names begin alike are spread like others."""
+def test_similar_names_make_no_hot_spot() -> None:
+    """Sessions with equal beginnings of names are spread like others."""
     servers = [f"server-{number}" for number in range(10)]
     routes = router(servers)
     counts = Counter(routes.choose(f"tenant/prompt/{number}").server for number in range(2000))
@@ -187,8 +187,8 @@ def test_one_name_for_all_makes_no_hot_spot() -> None:
 
 
 @given(st.lists(st.sampled_from([f"s{n}" for n in range(60)]), max_size=200), st.data())
-def test_new_sessions_do_not_pile_up(sessions: list[str], data: st.DataObject) -> None:
-    """While turns wait at a session's server and one of its next has a place, it goes there."""
+def test_new_sessions_do_not_accumulate(sessions: list[str], data: st.DataObject) -> None:
+    """If turns wait at a session's server it goes to a free one of its next."""
     routes = router()
     for name in SERVERS:
         routes.report(name, ServerReport(num_places=4, turn_s=1.0, compute_s=1e-3))
@@ -207,7 +207,7 @@ def test_new_sessions_do_not_pile_up(sessions: list[str], data: st.DataObject) -
 
 
 class Routing(RuleBasedStateMachine):
-    """Servers come, go, drain and report; turns come and end."""
+    """Servers come, go, drain and report; turns begin and end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from tests.tls_files import Authority
 
 @pytest.fixture(params=["plain", "tls"])
 def tls(request, tmp_path):
-    """The server's settings, the client's context; None for a plain server."""
+    """Return the server's settings and the client's context; None for a plain server."""
     if request.param == "plain":
         return None, None
     authority = Authority(tmp_path)
@@ -21,6 +21,6 @@ def tls(request, tmp_path):
 
 @pytest.fixture
 def logging_restored():
-    """The process's usual logging again, after a test has configured its own."""
+    """Restore the process's logging after a test has configured it."""
     yield
     configure_logging("info", json=False)

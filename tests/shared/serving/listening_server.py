@@ -1,4 +1,4 @@
-"""A server at a real socket, its client, and what it counted."""
+"""A server at a real socket, its client, and its counts."""
 
 import asyncio
 import functools
@@ -19,11 +19,11 @@ LONG_S = 30.0  # a deadline that no test here reaches
 ANSWER_S = 60.0
 GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
 PART = 1 << 16
-BIG = 16 << 20  # bytes: more than the kernel's buffers hold
+BIG = 16 << 20  # bytes: more than the kernel buffers
 
 
 def on_each_loop(test):
-    """Run a test on each event loop: the processes have uvloop, and the two treat sockets apart."""
+    """Run a test on each event loop: the processes use uvloop, whose sockets differ."""
     own = inspect.signature(test)
     loop = inspect.Parameter("new_loop", inspect.Parameter.KEYWORD_ONLY)
 
@@ -40,7 +40,7 @@ def on_each_loop(test):
 
 @dataclass
 class Served:
-    """A server, its client and what it counted."""
+    """A server, its client and its counts."""
 
     server: HttpServer
     context: ssl.SSLContext | None
@@ -50,7 +50,7 @@ class Served:
 
     @property
     def cut(self):
-        """Reason -> how many."""
+        """Return reason → number of connections that were cut."""
         return {reason: count for (_, reason), count in self.metrics.cut.counts.items()}
 
     async def connect(self, *, shakes_hands=True):
@@ -60,15 +60,15 @@ class Served:
         )
 
     async def get(self, path=b"/healthz"):
-        """The whole answer of a connection of its own."""
+        """Return the whole answer to a request over a separate connection."""
         reader, writer = await self.connect()
         writer.write((GET % path).replace(b"Host", b"Connection: close\r\nHost"))
-        answer = await ended(reader)
+        answer = await read_to_end(reader)
         writer.close()
         return answer
 
     async def until(self, is_so):
-        """Return when it is."""
+        """Wait until the condition holds."""
         async with asyncio.timeout(ANSWER_S):
             while not is_so():  # noqa: ASYNC110  # it counts, without an event
                 await asyncio.sleep(0)
@@ -78,8 +78,8 @@ class Served:
         await self.until(lambda: self.metrics.open["test"] == count)
 
 
-async def ended(reader):
-    """What comes until the other side closes the connection, or aborts it."""
+async def read_to_end(reader):
+    """Return the bytes that come until the other side closes or aborts the connection."""
     data = b""
     async with asyncio.timeout(ANSWER_S):
         try:
@@ -92,7 +92,7 @@ async def ended(reader):
 
 @asynccontextmanager
 async def serving(tls=(None, None), **bounds):
-    """Serve routes: answered at once, when they may be, with more than is read, and never."""
+    """Serve routes: one answers at once, one on request, one at length, and one never."""
     bounds = {"header_s": LONG_S, "write_s": LONG_S, **bounds}
     metrics, reserved = ConnectionMetrics(), frozenset({"/healthz"})
     app = web.Application()

@@ -1,4 +1,4 @@
-"""Handlers that interceptors wrap, and the bounds of every server's connections."""
+"""Handlers wrapped by interceptors, and the limits of every server's connections."""
 
 import grpc
 import pytest
@@ -22,13 +22,13 @@ KINDS = [
 
 
 class Details:
-    """Of a call; what a test's interceptor does not look at is not there."""
+    """Details of a call; attributes that the interceptor under test does not use are missing."""
 
     method = "/kvd.v1.Engine/PrepareLoad"
 
 
 class Noting(CallInterceptor):
-    """Has another method answer, and notes for which calls."""
+    """Replaces the method, and records for which calls."""
 
     def __init__(self, answer):
         self.answer, self.methods = answer, []
@@ -47,8 +47,8 @@ def second(_request, _context):
 
 
 @pytest.mark.parametrize(("make", "takes_stream", "gives_stream"), KINDS)
-def test_a_handler_with_another_method_is_of_the_same_kind(make, takes_stream, gives_stream):
-    """Its serializers stay, so that the wire does."""
+def test_a_handler_with_another_method_keeps_its_kind(make, takes_stream, gives_stream):
+    """Its serializers stay, so that the wire format does."""
     handler = make(first, str, bytes)
     assert behaviour_of(handler) is first
     other = with_behaviour(handler, second)
@@ -59,8 +59,8 @@ def test_a_handler_with_another_method_is_of_the_same_kind(make, takes_stream, g
     assert (made.request_streaming, made.response_streaming) == (takes_stream, gives_stream)
 
 
-async def test_an_interceptor_wraps_what_the_server_has_and_nothing_else():
-    """A method that nobody has is refused by grpc, whatever stands in front."""
+async def test_an_interceptor_wraps_existing_methods_only():
+    """An unknown method is refused by grpc, whatever the interceptor does."""
     interceptor = Noting(second)
     handler = grpc.unary_unary_rpc_method_handler(first)
 
@@ -76,8 +76,8 @@ async def test_an_interceptor_wraps_what_the_server_has_and_nothing_else():
     assert interceptor.methods == [Details.method]
 
 
-def test_connections_are_bounded_everywhere_and_watched_over_tcp():
-    """Whoever may open a socket of the file system is not asked whether they live."""
+def test_connections_are_limited_everywhere_and_watched_over_tcp():
+    """Clients of Unix sockets are not asked whether they live."""
     local = dict(server_options(1 << 20, 7, is_tcp=False))
     remote = dict(server_options(1 << 20, 7, is_tcp=True))
     assert local["grpc.max_allowed_incoming_connections"] == 7

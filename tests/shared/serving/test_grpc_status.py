@@ -1,4 +1,4 @@
-"""Errors cross a real gRPC server and come back as what they were."""
+"""Errors keep their class and fields across a real gRPC server."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ class SessionBusyError(ConflictError):
 
 
 class Failing(kvd_pb2_grpc.ReaderServicer):
-    """Raises what it is given, in a plain and in a streaming call."""
+    """Raises a given exception, in a plain and in a streaming call."""
 
     def __init__(self, error):
         self.error = error
@@ -70,8 +70,8 @@ async def _watch(stub):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_reported_errors_come_back(tmp_path, streaming):
-    """Class, reason, message, remedy and retryable survive the way through gRPC."""
+async def test_reported_errors_are_rebuilt(tmp_path, streaming):
+    """Class, reason, message, remedy and retryable are kept."""
     sent = SessionBusyError("session a is busy", "say wait")
     async with _reader(tmp_path, sent) as stub:
         rpc_error = await _caught(stub, streaming=streaming)
@@ -101,7 +101,7 @@ async def test_codes(tmp_path, error, code):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_details_and_the_hint_when_to_retry_come_back(tmp_path, streaming):
+async def test_details_and_retry_hints_are_rebuilt(tmp_path, streaming):
     """Numbers for programs, beside the line for people."""
     sent = ExhaustedError("x", "y", details={"queue_length": "64"}, retry_after_s=2.25)
     async with _reader(tmp_path, sent) as stub:
@@ -110,7 +110,7 @@ async def test_details_and_the_hint_when_to_retry_come_back(tmp_path, streaming)
     assert error.retry_after_s == 2.25
 
 
-async def test_an_error_without_them_has_neither(tmp_path):
+async def test_missing_details_and_hints_stay_missing(tmp_path):
     """No hint is not a hint of zero."""
     async with _reader(tmp_path, ExhaustedError("x", "y")) as stub:
         error = error_from_rpc(await _caught(stub))
@@ -121,13 +121,13 @@ async def test_an_error_without_them_has_neither(tmp_path):
     ("said_s", "heard_s"),
     [(0.0, 0.0), (-3.0, 0.0), (float("nan"), 0.0), (float("inf"), MAX_RETRY_S), (1e-9, 1e-9)],
 )
-async def test_hints_that_cannot_be_are_bounded(tmp_path, said_s, heard_s):
-    """A client may sleep for whatever the hint says."""
+async def test_invalid_hints_are_limited(tmp_path, said_s, heard_s):
+    """A client may sleep for as long as the hint says."""
     async with _reader(tmp_path, ExhaustedError("x", "y", retry_after_s=said_s)) as stub:
         assert error_from_rpc(await _caught(stub)).retry_after_s == heard_s
 
 
-async def test_details_cannot_pose_as_the_errors_own_fields(tmp_path):
+async def test_details_cannot_replace_the_errors_own_fields(tmp_path):
     """Reserved names keep their meaning, and long values are cut."""
     details = {"retryable": "true", "remedy": "none", "long": "x" * 9000}
     async with _reader(tmp_path, NotFoundError("x", "y", details=details)) as stub:
@@ -136,8 +136,8 @@ async def test_details_cannot_pose_as_the_errors_own_fields(tmp_path):
     assert error.details == {"long": "x" * MAX_DETAIL_TEXT}
 
 
-async def test_details_that_are_no_status_are_left_aside():
-    """What another server puts there is not ours to read."""
+async def test_foreign_details_are_ignored():
+    """Other servers have their own."""
     trailing = grpc.aio.Metadata((DETAILS_KEY, b"\xff\xff"))
     rpc_error = grpc.aio.AioRpcError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="too much"
@@ -147,8 +147,8 @@ async def test_details_that_are_no_status_are_left_aside():
     assert "too much" in error.message
 
 
-async def test_unexpected_errors_tell_nothing(tmp_path):
-    """Anything else is INTERNAL without its text, which may not be the caller's business."""
+async def test_unexpected_errors_reveal_nothing(tmp_path):
+    """They become INTERNAL without their text, which callers must not see."""
     async with _reader(tmp_path, ValueError("secret")) as stub:
         rpc_error = await _caught(stub)
     assert rpc_error.code() is grpc.StatusCode.INTERNAL
@@ -157,22 +157,22 @@ async def test_unexpected_errors_tell_nothing(tmp_path):
 
 
 async def test_long_messages_are_cut(tmp_path):
-    """A message beyond what trailing metadata may hold is cut, not lost."""
+    """One beyond the size of trailing metadata is cut, not lost."""
     async with _reader(tmp_path, NotFoundError("x" * 50_000, "y" * 50_000)) as stub:
         error = error_from_rpc(await _caught(stub))
     assert isinstance(error, NotFoundError)
     assert len(error.message) == MAX_TEXT
 
 
-async def test_nobody_there_is_unavailable(tmp_path):
-    """A status without our details becomes the nearest class: no server is UnavailableError."""
+async def test_a_missing_server_is_unavailable(tmp_path):
+    """A status without our details becomes the nearest class."""
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as channel:
         rpc_error = await _caught(kvd_pb2_grpc.ReaderStub(channel))
     assert isinstance(error_from_rpc(rpc_error), UnavailableError)
 
 
 async def test_a_deadline_is_unavailable(tmp_path):
-    """A call past its deadline here is UnavailableError too: nobody has said anything."""
+    """A call past its deadline is an UnavailableError too: there was no answer."""
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as channel:
         stub = kvd_pb2_grpc.ReaderStub(channel)
         call = stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=0.01, wait_for_ready=True)
@@ -183,7 +183,7 @@ async def test_a_deadline_is_unavailable(tmp_path):
 
 
 async def test_an_end_without_a_status_is_unavailable(tmp_path):
-    """As a balancer ends the stream of a server that was killed: nobody has said anything."""
+    """A balancer ends the stream of a killed server so: there was no answer."""
 
     async def serve(reader, writer):
         """Answer a call with headers and the end of its stream, without trailers (HTTP/2)."""
@@ -204,7 +204,7 @@ async def test_an_end_without_a_status_is_unavailable(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_request_that_is_no_message_is_the_callers_fault(tmp_path, streaming):
+async def test_an_invalid_message_is_the_callers_error(tmp_path, streaming):
     """grpc itself would call it UNKNOWN, and log a traceback."""
     async with (
         _reader(tmp_path, NotFoundError("x", "y")),
@@ -221,7 +221,7 @@ async def test_a_request_that_is_no_message_is_the_callers_fault(tmp_path, strea
 
 
 async def test_unknown_methods_are_left_to_grpc(tmp_path):
-    """A service that is not there is UNIMPLEMENTED, not a crash of the interceptor."""
+    """A missing service is UNIMPLEMENTED, and no crash of the interceptor."""
     async with (
         _reader(tmp_path, NotFoundError("x", "y")),
         grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel,

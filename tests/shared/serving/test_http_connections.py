@@ -1,4 +1,4 @@
-"""Which connections stay when there is no room for all."""
+"""Which connections are kept when there is no room for all."""
 
 import random
 
@@ -13,8 +13,8 @@ def table_of(most, per_address=0):
     return ConnectionTable(Bounds(max_connections=most, max_per_address=per_address))
 
 
-def test_the_one_that_waits_for_longest_goes():
-    """Those that have not sent a request go first, then idle ones; each kind in its order."""
+def test_the_connection_idle_for_longest_is_closed():
+    """Those without a request go first, then idle ones; each kind in its order."""
     table = table_of(4)
     for name in "abcd":
         assert table.admit(name, "") == (True, None, "")
@@ -31,8 +31,8 @@ def test_the_one_that_waits_for_longest_goes():
     assert len(table) == 4
 
 
-def test_what_is_answered_is_never_cut():
-    """Where all are being answered the new one is refused, and nothing has changed."""
+def test_a_connection_with_an_active_request_is_never_closed():
+    """If all have one the new connection is refused, and nothing changes."""
     table = table_of(2)
     for name in "ab":
         table.admit(name, "")
@@ -43,8 +43,8 @@ def test_what_is_answered_is_never_cut():
     assert table.admit("c", "") == (True, "b", "places")
 
 
-def test_an_address_has_its_own_bound():
-    """Who has too many loses its own, however long others wait; who has no bound loses none."""
+def test_an_address_has_its_own_limit():
+    """One with too many loses its own, however idle others are; without a limit it loses none."""
     table = table_of(10, per_address=2)
     for name, address in (("a", "x"), ("b", "y"), ("c", "y"), ("d", ""), ("e", ""), ("f", "")):
         assert table.admit(name, address).why == ""
@@ -56,8 +56,8 @@ def test_an_address_has_its_own_bound():
     assert table.admit("h", "y") == (True, None, "")
 
 
-def test_a_reserve_is_left():
-    """One in sixteen places is for requests of reserved paths."""
+def test_some_places_are_reserved():
+    """One in sixteen is for requests of reserved paths."""
     table = table_of(32)
     answered = 0
     for name in range(32):
@@ -69,15 +69,15 @@ def test_a_reserve_is_left():
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_few_places(most):
+def test_with_few_places_one_request_is_answered(most):
     """However few there are, one request is answered."""
     table = table_of(most)
     table.admit("a", "")
     assert table.may_answer()
 
 
-def test_nothing_is_left_of_who_has_gone():
-    """The number of connections is that of the phases', whatever happens in whichever order."""
+def test_closed_connections_leave_nothing():
+    """The number of connections equals the sum of the phases', in any order of events."""
     chance, table, here = random.Random(7), table_of(20, per_address=6), set()  # noqa: S311
     for name in range(3000):
         admission = table.admit(name, chance.choice(["", "x", "y", "z", "w"]))
@@ -112,6 +112,6 @@ def test_nothing_is_left_of_who_has_gone():
         ("fe80::1%eth0", "fe80::/64"),
     ],
 )
-def test_addresses(host, address):
-    """Who can change addresses at will within a network has its number there."""
+def test_addresses_are_grouped_by_network(host, address):
+    """Clients that can change addresses within a network share its limit."""
     assert address_of(host, LOOPBACK) == address

@@ -1,4 +1,4 @@
-"""What connections may cost, over real ones: plain and TLS, on the event loop of both processes."""
+"""Limits of connections, with real ones: plain and TLS, on both event loops."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -12,8 +12,8 @@ from tests.shared.serving.listening_server import (
     BIG,
     GET,
     LONG_S,
-    ended,
     on_each_loop,
+    read_to_end,
     serving,
 )
 from tests.tls_files import Authority
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("logging_restored")
 
 
 @on_each_loop
-async def test_silent_connections_lock_nobody_out(tls):
-    """However many say nothing, TLS or not, whoever has a request is answered at once."""
+async def test_silent_connections_do_not_block_others(tls):
+    """However many send nothing, TLS or not, requests are answered at once."""
     async with serving(tls, max_connections=8) as served, AsyncExitStack() as stack:
         silent = [await served.connect(shakes_hands=False) for _ in range(MANY)]
         for _, writer in silent:
@@ -35,12 +35,12 @@ async def test_silent_connections_lock_nobody_out(tls):
             assert b"alive" in await served.get()
         assert served.cut["places"] >= MANY - 8
         assert served.metrics.open["test"] <= 8
-        assert await ended(silent[0][0]) == b""
+        assert await read_to_end(silent[0][0]) == b""
 
 
 @on_each_loop
-async def test_what_is_answered_is_not_cut_for_others(tls):
-    """Requests under way stay while silent ones come and go; health is answered meanwhile."""
+async def test_active_requests_are_not_cut_for_others(tls):
+    """They continue while silent connections come and go; health is answered meanwhile."""
     async with serving(tls, max_connections=8) as served, AsyncExitStack() as stack:
         asked = [await served.connect() for _ in range(7)]
         for _, writer in asked:
@@ -61,14 +61,14 @@ async def test_what_is_answered_is_not_cut_for_others(tls):
 
 
 @on_each_loop
-async def test_all_places_answer(tls):
-    """Where no connection can be cut a new one is closed, and counted."""
+async def test_with_all_places_active_new_connections_are_closed(tls):
+    """They are counted."""
     async with serving(tls, max_connections=1) as served:
         reader, writer = await served.connect()
         writer.write(GET % b"/slow")
         await served.begun.acquire()
         refused, other = await served.connect(shakes_hands=False)
-        assert await ended(refused) == b""
+        assert await read_to_end(refused) == b""
         other.close()
         assert served.cut == {"places": 1}
         served.may_answer.set()
@@ -78,8 +78,8 @@ async def test_all_places_answer(tls):
 
 
 @on_each_loop
-async def test_headers_have_a_deadline_of_their_own(tls):
-    """Neither silence nor a header byte by byte is kept; an idle connection is."""
+async def test_headers_have_their_own_deadline(tls):
+    """Neither silence nor a slow header is accepted; an idle connection is."""
     async with serving(tls, header_s=0.5, idle_s=LONG_S) as served:
         idle = await served.connect()
         idle[1].write(GET % b"/healthz")
@@ -90,41 +90,41 @@ async def test_headers_have_a_deadline_of_their_own(tls):
         ):
             writer.write(sent)
         for reader, writer in late:
-            assert await ended(reader) == b""
+            assert await read_to_end(reader) == b""
             writer.close()
         assert served.cut == {"headers": 3}
         idle[1].write(GET % b"/healthz")
         async with asyncio.timeout(ANSWER_S):
             await idle[0].readuntil(b"alive")
         idle[1].write(b"GET")  # the next request has the same deadline, not that of idleness
-        assert await ended(idle[0]) == b""
+        assert await read_to_end(idle[0]) == b""
         assert served.cut == {"headers": 4}
         idle[1].close()
 
 
 @on_each_loop
 async def test_a_handshake_has_a_deadline(tmp_path):
-    """Who says nothing to a TLS port is not kept, and counted from its first moment on."""
+    """A silent client of a TLS port is not kept, and is counted from its first moment on."""
     context = ssl_context(Authority(tmp_path).server(wants_certificates=False))
     async with serving((context, None), header_s=SOON_S) as served:
         silent = [await served.connect() for _ in range(5)]
         for reader, writer in silent:
-            assert await ended(reader) == b""
+            assert await read_to_end(reader) == b""
             writer.close()
         await served.until_open(0)
         assert served.cut == {"handshake": 5}
 
 
 @on_each_loop
-async def test_handshakes_that_fail(tmp_path, capsys):
-    """They are counted, and logged once a second without a word of what came; who leaves is not."""
+async def test_failed_handshakes(tmp_path, capsys):
+    """They are counted, and logged once a second without received bytes; disconnects are not."""
     configure_logging("info", json=True)
     context = ssl_context(Authority(tmp_path).server(wants_certificates=False))
     async with serving((context, None)) as served:
         for _ in range(5):
             reader, writer = await served.connect()
             writer.write(b"GET /?api_key=sesame-1 HTTP/1.1\r\n\r\n")
-            await ended(reader)
+            await read_to_end(reader)
             writer.close()
         reader, writer = await served.connect()
         writer.close()
@@ -137,8 +137,8 @@ async def test_handshakes_that_fail(tmp_path, capsys):
 
 
 @on_each_loop
-async def test_an_answer_that_is_not_read(tls):
-    """Its connection is closed after a while, in the middle of an answer, too."""
+async def test_an_unread_answer(tls):
+    """Its connection is closed after a while, also in the middle of an answer."""
     async with serving(tls, write_s=SOON_S) as served:
         _, writer = await served.connect()
         writer.transport.pause_reading()
@@ -151,16 +151,16 @@ async def test_an_answer_that_is_not_read(tls):
 
 
 @on_each_loop
-async def test_an_answer_that_is_read(tls):
-    """However large: it is whole."""
+async def test_a_slowly_read_answer_is_complete(tls):
+    """However large it is."""
     async with serving(tls) as served:
         assert len(await served.get(b"/big")) > BIG
         assert not served.cut
 
 
 @on_each_loop
-async def test_an_address_with_too_many(tls):
-    """Its own go; where many come by a proxy's address they have no such bound."""
+async def test_an_address_with_too_many_connections(tls):
+    """Its own are closed; addresses of proxies have no such limit."""
     async with serving(tls, max_per_address=2, proxies=()) as served:
         silent = [await served.connect(shakes_hands=False) for _ in range(4)]
         await served.until_open(2)

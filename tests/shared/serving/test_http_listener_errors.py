@@ -1,4 +1,4 @@
-"""Connections that go wrong: no HTTP, errors of ours, clients that left, no files left."""
+"""Failing connections: other protocols, internal errors, vanished clients, no descriptors left."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.process.log import configure_logging
-from tests.shared.serving.listening_server import ANSWER_S, GET, ended, on_each_loop, serving
+from tests.shared.serving.listening_server import ANSWER_S, GET, on_each_loop, read_to_end, serving
 
 pytestmark = pytest.mark.usefixtures("logging_restored")
 CHUNKED = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -31,15 +31,15 @@ CHUNKED = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     ids=["header", "null", "method", "version", "long", "chunk", "unread chunk", "length"],
 )
 @on_each_loop
-async def test_what_is_no_http_is_told_in_a_line(sent, capsys):
-    """One line a second, however many come; what was sent is neither there nor in the answer."""
+async def test_other_protocols_are_logged_in_a_line(sent, capsys):
+    """One line a second, however many come; neither it nor the answer has the received bytes."""
     configure_logging("info", json=True)
     async with serving() as served:
         for _ in range(20):
             reader, writer = await served.connect()
             writer.write(sent)
             writer.write_eof()
-            assert b"sesame" not in await ended(reader)
+            assert b"sesame" not in await read_to_end(reader)
             writer.close()
         await served.until_open(0)
         assert served.cut.get("malformed", 0) >= 20
@@ -52,7 +52,7 @@ async def test_what_is_no_http_is_told_in_a_line(sent, capsys):
 
 
 @on_each_loop
-async def test_an_error_of_ours_is_told_whole(capsys):
+async def test_an_internal_error_is_logged_completely(capsys):
     """A bug in a handler has its traceback in the log, and none in the answer."""
     configure_logging("info", json=True)
     async with serving() as served:
@@ -63,8 +63,8 @@ async def test_an_error_of_ours_is_told_whole(capsys):
 
 
 @on_each_loop
-async def test_a_client_that_left_is_no_error(capsys):
-    """A handler that finds nobody to answer ends without a line; its connection is forgotten."""
+async def test_a_vanished_client_is_no_error(capsys):
+    """Its handler ends without a log line; its connection is forgotten."""
     configure_logging("info", json=True)
     async with serving() as served:
         assert b"some" in await served.get(b"/left")
@@ -73,8 +73,8 @@ async def test_a_client_that_left_is_no_error(capsys):
 
 
 @on_each_loop
-async def test_without_files_one_that_waits_gives_up_its_own():
-    """Where no file is left a new connection is accepted for one that waits."""
+async def test_without_descriptors_an_idle_connection_is_closed():
+    """Then the new connection is accepted."""
     async with serving() as served, AsyncExitStack() as stack:
         silent = []
         for _ in range(3):
@@ -92,7 +92,7 @@ async def test_without_files_one_that_waits_gives_up_its_own():
 
 @contextmanager
 def no_file_but(spare):
-    """Leave this process so many files that it may open."""
+    """Limit the number of files that this process may open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     top = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, before[1]))

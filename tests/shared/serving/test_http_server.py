@@ -1,4 +1,4 @@
-"""The HTTP server: its sockets, its bounds, its end, over real connections."""
+"""The HTTP server: its sockets, its limits, and its end, with real connections."""
 
 import asyncio
 import grp
@@ -18,7 +18,7 @@ ANSWER_S = 30.0
 
 
 class World:
-    """An application whose handlers wait until they are let go."""
+    """An application whose handlers wait until tests release them."""
 
     def __init__(self):
         self.may_answer = asyncio.Event()
@@ -50,18 +50,18 @@ class World:
 
 @pytest.fixture
 def world():
-    """A new one."""
+    """Make a new one."""
     return World()
 
 
 @pytest.fixture(params=["unix", "tcp"])
 def listen(request, short_dir):
-    """Each kind of address."""
+    """Yield each kind of address."""
     return f"unix:{short_dir}/http.sock" if request.param == "unix" else "127.0.0.1:0"
 
 
 class Client:
-    """Talks to a server, at one of its addresses."""
+    """Sends requests to a server, at one of its addresses."""
 
     def __init__(self, server, index=0):
         self.address = server.addresses[index]
@@ -83,8 +83,8 @@ class Client:
         return await asyncio.open_connection(host, port)
 
 
-async def closed(reader):
-    """Read to the end, which a server makes that closes or aborts."""
+async def read_until_closed(reader):
+    """Read to the end, when a server closes or aborts."""
     async with asyncio.timeout(ANSWER_S):
         try:
             return await reader.read()
@@ -92,8 +92,8 @@ async def closed(reader):
             return b""
 
 
-async def test_serves_and_goes(world, listen):
-    """A server answers until it is stopped, which leaves nothing behind, and may be repeated."""
+async def test_a_server_answers_until_it_is_stopped(world, listen):
+    """A stop leaves nothing, and may be repeated."""
     server = HttpServer(world.app(), {listen: None})
     await server.start()
     client = Client(server)
@@ -105,8 +105,8 @@ async def test_serves_and_goes(world, listen):
         await client.connect()
 
 
-async def test_the_end_waits_for_requests_under_way(world, listen):
-    """A request that is under way when the server stops is answered within the grace."""
+async def test_a_stop_waits_for_active_requests(world, listen):
+    """They are answered within the grace period."""
     server = HttpServer(world.app(), {listen: None})
     await server.start()
     answer = asyncio.create_task(Client(server).get("/slow"))
@@ -119,7 +119,7 @@ async def test_the_end_waits_for_requests_under_way(world, listen):
 
 
 async def test_after_the_grace_requests_are_cancelled(world, listen):
-    """Without grace left a request is cancelled, and its client sees the connection end."""
+    """Their clients see the connection end."""
     server = HttpServer(world.app(), {listen: None})
     await server.start()
     answer = asyncio.create_task(Client(server).get("/slow"))
@@ -130,7 +130,7 @@ async def test_after_the_grace_requests_are_cancelled(world, listen):
         await answer
 
 
-async def test_who_leaves_is_not_worked_for(world, listen):
+async def test_a_disconnected_clients_handler_is_cancelled(world, listen):
     """A handler is cancelled when its client closes the connection."""
     server = HttpServer(world.app(), {listen: None})
     await server.start()
@@ -153,19 +153,19 @@ async def test_who_leaves_is_not_worked_for(world, listen):
     ],
     ids=["nothing", "part of a line", "part of a header", "an idle connection"],
 )
-async def test_silence_ends_a_connection(world, listen, sent):
-    """A connection that says nothing, or not all of a request, is closed; so is an idle one."""
+async def test_a_silent_connection_is_closed(world, listen, sent):
+    """One without a request, or with a part of one; so is an idle one."""
     server = HttpServer(world.app(), {listen: None}, bounds=Bounds(header_s=0.05, idle_s=0.05))
     await server.start()
     reader, writer = await Client(server).connect()
     writer.write(sent)
-    answer = await closed(reader)
+    answer = await read_until_closed(reader)
     assert (b"hello" in answer) == sent.endswith(b"\r\n\r\n")
     writer.close()
     await server.stop(ANSWER_S)
 
 
-async def test_one_connection_too_many(world, listen):
+async def test_a_new_connection_replaces_the_one_idle_for_longest(world, listen):
     """Beyond the bound the connection that has been idle for longest makes room for the new one."""
     server = HttpServer(world.app(), {listen: None}, bounds=Bounds(max_connections=2))
     await server.start()
@@ -175,7 +175,7 @@ async def test_one_connection_too_many(world, listen):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"hello")
     assert await client.get("/") == "hello"
-    assert await closed(held[0][0]) == b""
+    assert await read_until_closed(held[0][0]) == b""
     held[1][1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await held[1][0].readuntil(b"hello")
     for _, opened in held:
@@ -183,14 +183,14 @@ async def test_one_connection_too_many(world, listen):
     await server.stop(ANSWER_S)
 
 
-async def test_nonsense_is_refused(world, listen):
-    """What is no HTTP gets 400, what is too long 413, and the server goes on."""
+async def test_invalid_requests_are_refused(world, listen):
+    """Other protocols get 400, overlong requests 413, and the server continues."""
     server = HttpServer(world.app(), {listen: None})
     await server.start()
     client = Client(server)
     reader, writer = await client.connect()
     writer.write(b"\x16\x03\x01 not http\r\n\r\n")
-    assert b" 400 " in (await closed(reader)).split(b"\r\n")[0]
+    assert b" 400 " in (await read_until_closed(reader)).split(b"\r\n")[0]
     writer.close()
     async with client.session() as session:
         async with session.post(client.base + "/body", data=b"x" * 2000) as response:
@@ -201,7 +201,7 @@ async def test_nonsense_is_refused(world, listen):
 
 
 async def test_a_socket_has_its_mode_and_group(world, short_dir):
-    """A Unix socket has the mode and the group that were asked for."""
+    """As configured."""
     path = short_dir / "http.sock"
     for group in (grp.getgrgid(os.getgid()).gr_name, str(os.getgid())):
         server = HttpServer(
@@ -213,8 +213,8 @@ async def test_a_socket_has_its_mode_and_group(world, short_dir):
         await server.stop(ANSWER_S)
 
 
-async def test_a_stale_socket_is_replaced_a_live_one_is_not(world, short_dir):
-    """What a killed process left is no obstacle; who serves there is left alone."""
+async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(world, short_dir):
+    """A killed process's socket is no obstacle; a serving process is not affected."""
     path = short_dir / "http.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -227,7 +227,7 @@ async def test_a_stale_socket_is_replaced_a_live_one_is_not(world, short_dir):
 
 
 async def test_several_addresses_have_one_server(world, short_dir):
-    """Each is answered, all of them share the places, and none is left behind."""
+    """Each is answered, they share all places, and no socket is left."""
     path = short_dir / "http.sock"
     listen = {f"unix:{path}": None, "127.0.0.1:0": None}
     server = HttpServer(world.app(), listen, bounds=Bounds(max_connections=2))
@@ -238,15 +238,17 @@ async def test_several_addresses_have_one_server(world, short_dir):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"hello")
     assert await by_port.get("/") == "hello"
-    assert await closed(held[0][0]) == b""  # that of the other address has been idle for longest
+    assert (
+        await read_until_closed(held[0][0]) == b""
+    )  # that of the other address has been idle for longest
     for _, opened in held:
         opened.close()
     await server.stop(ANSWER_S)
     assert not path.exists()
 
 
-async def test_all_addresses_or_none(world, short_dir):
-    """If one cannot be bound, those before it are free again."""
+async def test_all_addresses_or_none_are_bound(world, short_dir):
+    """If one cannot be bound, those before it are freed."""
     path = short_dir / "http.sock"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -258,8 +260,8 @@ async def test_all_addresses_or_none(world, short_dir):
     assert not path.exists()
 
 
-async def test_addresses_that_cannot_be_used(world, short_dir):
-    """A bad address, a port in use, a file in the way, an unknown group are refused by name."""
+async def test_unusable_addresses(world, short_dir):
+    """A bad address, a port in use, a file in its place, an unknown group are named."""
     (short_dir / "file").write_text("")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

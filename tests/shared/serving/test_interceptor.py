@@ -1,4 +1,4 @@
-"""Who calls an RPC: real servers and channels, tokens, certificates and sockets."""
+"""The caller of an RPC: real servers and channels, tokens, certificates and sockets."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -24,7 +24,7 @@ WRONG = ClientCredentials("kvt_wrong")
 
 
 def client(token="kvt_right", role="reader", **values):  # noqa: S107
-    """Settings of a client."""
+    """Return a client's settings."""
     digests = (token_digest(token),) if token else ()
     return ClientSettings(token_sha256=digests, tenants=("*",), roles=(role,), **values)
 
@@ -33,14 +33,14 @@ CLIENTS = {"web": client(), "probe": client(token="", certificate_names=("probe.
 
 
 async def refusal(call) -> ReportedError:
-    """How a call is refused."""
+    """Return the error of a refused call."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return error_from_rpc(raised.value)
 
 
-async def test_a_token_says_who_calls():
-    """The right one lets in; none, a wrong one and one that was taken away do not."""
+async def test_a_token_identifies_the_caller():
+    """The right one is accepted; a missing, wrong or removed one is not."""
     async with guarded_server(CLIENTS) as server:
         assert await server.who(TOKEN) == "web"
         for credentials in (None, WRONG):
@@ -51,15 +51,15 @@ async def test_a_token_says_who_calls():
         assert (await refusal(server.who(TOKEN))).reason == "unauthenticated"
 
 
-async def test_a_role_is_asked_for():
-    """A client that is known and has another role is refused as such."""
+async def test_a_role_is_required():
+    """A known client with another role gets its own refusal."""
     async with guarded_server({"web": client(role="client")}) as server:
         error = await refusal(server.who(TOKEN))
     assert (error.grpc_code, error.reason) == ("PERMISSION_DENIED", "role_denied")
 
 
-async def test_a_socket_speaks_for_whoever_opens_it(short_dir):
-    """Unless a token says more; a wrong one is refused there, too."""
+async def test_a_socket_identifies_its_users(short_dir):
+    """Unless a token does; a wrong one is refused there, too."""
     own = socket_identity("reader.sock", ("*",), ("reader",))
     async with guarded_server(CLIENTS, socket=(short_dir / "s", own)) as server:
         assert await server.who() == "reader.sock"
@@ -69,7 +69,7 @@ async def test_a_socket_speaks_for_whoever_opens_it(short_dir):
 
 @pytest.mark.parametrize("leaves_reading", [False, True])
 async def test_streams_and_single_calls_have_a_caller(leaves_reading):
-    """Whoever reads the request, grpc or the guard."""
+    """Whether grpc or the guard reads the request."""
     async with guarded_server(CLIENTS, leaves_reading=leaves_reading) as server:
         assert await server.who(TOKEN) == "web"
         watching = server.stub(TOKEN).WatchEvents(kvd_pb2.WatchEventsRequest())
@@ -80,8 +80,8 @@ async def test_streams_and_single_calls_have_a_caller(leaves_reading):
         assert server.reader.held == ["web"]
 
 
-async def test_health_is_open_and_nothing_else_is():
-    """Anybody may ask whether it serves; watching that is for those who are known."""
+async def test_only_health_is_open():
+    """Every client may ask for it; watching it needs authentication."""
     async with guarded_server(CLIENTS) as server:
         asked = health_pb2.HealthCheckRequest()
         stub = health_pb2_grpc.HealthStub(server.channel())
@@ -91,8 +91,8 @@ async def test_health_is_open_and_nothing_else_is():
         assert (await known.Watch(asked).read()).status
 
 
-async def test_streams_of_a_client_are_bounded():
-    """One too many is refused, others are not disturbed, and an ended one makes room."""
+async def test_the_number_of_a_clients_streams_is_limited():
+    """One too many is refused, others are not affected, and an ended one makes room."""
     clients = {"web": client(max_streams=2), "other": client("kvt_other")}
     async with guarded_server(clients) as server:
         stub, request = server.stub(TOKEN), kvd_pb2.WatchEventsRequest()
@@ -111,7 +111,7 @@ async def test_streams_of_a_client_are_bounded():
 
 
 async def _has_room(stub) -> bool:
-    """Whether one more stream is taken; it is ended again."""
+    """Return whether one more stream is accepted; end it again."""
     one = stub.WatchEvents(kvd_pb2.WatchEventsRequest())
     try:
         await one.read()
@@ -121,8 +121,8 @@ async def _has_room(stub) -> bool:
     return True
 
 
-async def test_a_request_that_never_comes_is_not_waited_for():
-    """Who opens a call and sends nothing is refused; a stranger is not waited for at all."""
+async def test_a_missing_request_is_not_waited_for():
+    """An open call without a message is refused; a stranger's at once."""
     async with guarded_server(CLIENTS, read_s=0.2) as server:
 
         def silent(credentials):
@@ -142,8 +142,8 @@ async def _never():
     yield b""
 
 
-async def test_what_a_stranger_sends_is_not_read():
-    """However much it is: the call ends before its first message has come."""
+async def test_messages_of_strangers_are_not_read():
+    """However large: the call ends before its first message has arrived."""
     async with guarded_server(CLIENTS) as server:
         sent = []
 
@@ -152,7 +152,7 @@ async def test_what_a_stranger_sends_is_not_read():
                 sent.append(1)
                 yield bytes(1 << 20)
 
-        # Not of grpc.aio: a write of its that fails as the call ends replaces the server's status
+        # Not with grpc.aio: its failing write at the end of the call replaces the server's status
         # with INTERNAL (grpc/grpc#36066).
         with channel_of(server.address, None, ()) as channel:
             call = channel.stream_unary("/kvd.v1.Reader/GetStats", None, None)
@@ -162,8 +162,8 @@ async def test_what_a_stranger_sends_is_not_read():
         assert len(sent) < 100
 
 
-async def test_certificates(tmp_path):
-    """Of a name that is known, signed by the right authority, not expired: all of it."""
+async def test_valid_certificates_are_accepted(tmp_path):
+    """With a known name, signed by the right authority, not expired: all of it."""
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")
     tls = authority.server(wants_certificates=True)
     trusting_us = authority.path.read_bytes()
@@ -178,12 +178,12 @@ async def test_certificates(tmp_path):
         nothing = authority.client()
         for credentials in (expired, forged, nothing):
             assert (await refusal(server.who(credentials))).grpc_code == "UNAVAILABLE"
-        stranger = other.client()  # does not know who signed the server's
+        stranger = other.client()  # does not trust the server's authority
         assert "CERTIFICATE_VERIFY_FAILED" in str(await refusal(server.who(stranger)))
 
 
-async def test_a_token_under_tls(tmp_path):
-    """Without a certificate of its own a client comes with a token, over a checked connection."""
+async def test_a_token_over_tls(tmp_path):
+    """A client without a certificate sends a token, over a verified connection."""
     authority = Authority(tmp_path)
     (tmp_path / "token").write_text("kvt_right")
     tls = authority.server(wants_certificates=False)
@@ -196,7 +196,7 @@ async def test_a_token_under_tls(tmp_path):
 
 
 async def test_refusals_do_not_flood_the_log():
-    """However many strangers come, a line a second says so, and how many more there were."""
+    """However many strangers come, one line a second is logged, with the number of others."""
     with structlog.testing.capture_logs() as lines:
         async with guarded_server(CLIENTS) as server:
             stub = server.stub(WRONG)

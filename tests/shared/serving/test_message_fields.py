@@ -1,4 +1,4 @@
-"""A record and its message: what is equal is copied, and nothing is forgotten."""
+"""Records and their messages: equal names are copied, and no field is forgotten."""
 
 from dataclasses import dataclass, make_dataclass
 from enum import Enum
@@ -48,7 +48,7 @@ def _pair(record=Stats, **changes):
 
 @pytest.mark.parametrize("tier", [Tier.DRAM, "dram"])
 def test_equal_names_are_copied(tier):
-    """Prefixes of ours are left away, enums are those of the message."""
+    """Our own prefixes are dropped, enums are the message's."""
     stats = Stats(tier, 7, is_degraded=True, reason="full", num_blocks=3)
     message = _pair().encode(stats, used_bytes=5, physical_bytes=None)
     assert message == kvd_pb2.TierStats(
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def test_a_named_tuple_is_decoded_as_a_row():
-    """What is plain comes first, what the caller has worked out behind it; names still pair."""
+    """Plain fields come first, computed ones behind them; names are still paired."""
     given = ("used_bytes", "degraded_reason", "physical_bytes")
     pair = _pair(Row, renamed={}, given=given)
     row = Row(7, 3, is_degraded=True, tier="dram")
@@ -89,28 +89,28 @@ def test_a_named_tuple_is_decoded_as_a_row():
         ({"renamed": {"reason": "why"}}, "reason"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(changes, missing):
-    """Before anything is encoded: a field that is new on one side shows at once."""
+def test_a_field_without_a_counterpart_is_refused(changes, missing):
+    """Before anything is encoded: a new field on one side is noticed at once."""
     with pytest.raises(TypeError, match=missing):
         _pair(**changes)
 
 
 @pytest.mark.parametrize("given", [{}, {"used_bytes": 1}, {"tier": 1}])
-def test_all_that_is_to_be_given_is(given):
+def test_exactly_the_required_values_are_given(given):
     """Neither less nor more."""
     with pytest.raises(TypeError, match="physical_bytes"):
         _pair().encode(Stats(Tier.DRAM, 1, is_degraded=False, reason="", num_blocks=0), **given)
 
 
-def test_an_enum_that_the_message_does_not_know():
-    """It is no tier, and nothing takes its place."""
+def test_an_unknown_enum_value():
+    """It is no tier, and is not replaced."""
     with pytest.raises(KeyError):
         _pair().encode(Stats("tape", 1, False, "", 0), used_bytes=1, physical_bytes=1)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_every_pair_adds_up(name):
-    """Each field of a record is in its message, or named as left out, and the other way round."""
+def test_every_pair_is_complete(name):
+    """Each field of a record is in its message, or listed as omitted, and vice versa."""
     pair = PAIRS[name]
     sent = {target for _, target in pair._plain} | {target for _, target, _ in pair._enums}
     assert sent | pair._given == set(pair._message.DESCRIPTOR.fields_by_name)

@@ -1,4 +1,4 @@
-"""Tables of metrics, and what is scraped of them."""
+"""Tables of metrics, and their scrapes."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ TABLE = MetricTable(
 )
 
 
-def scraped(fill, accept=""):
+def scrape_samples(fill, accept=""):
     text = MetricExporter(TABLE, fill).render(accept)[0].decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -30,7 +30,7 @@ def scraped(fill, accept=""):
     }, text
 
 
-def test_values_come_out_as_prometheus_reads_them():
+def test_values_have_prometheus_format():
     """Each kind of metric is parsed back with its name, labels and value."""
 
     def fill(scrape):
@@ -42,7 +42,7 @@ def test_values_come_out_as_prometheus_reads_them():
         tally.add("Get", "OK", amount=4)
         scrape.put_tally("a_calls_total", tally)
 
-    samples, text = scraped(fill)
+    samples, text = scrape_samples(fill)
     assert samples == {
         ("a_build_info", ("version", "1.2")): 1,
         ("a_loads_total", ("layout", "l1"), ("result", "hit")): 3,
@@ -67,7 +67,7 @@ def test_buckets_are_cumulative(values):
     histogram = Histogram((0.5, 1.0, 10.0))
     for value in values:
         histogram.observe(value)
-    samples, _ = scraped(lambda scrape: scrape.put_histogram("a_seconds", histogram, "l1"))
+    samples, _ = scrape_samples(lambda scrape: scrape.put_histogram("a_seconds", histogram, "l1"))
     if not values:
         assert not samples
         return
@@ -89,14 +89,14 @@ def test_buckets_are_cumulative(values):
     ],
     ids=lambda rows: rows[0].help,
 )
-def test_tables_say_what_they_must(rows):
-    """A table with a name that Prometheus or our habits forbid cannot be made."""
+def test_invalid_tables_are_refused(rows):
+    """With a name that Prometheus or this project forbids."""
     with pytest.raises(AssertionError):
         MetricTable(rows)
 
 
-def test_unknown_names_and_labels_are_refused():
-    """What is not in the table, or has other labels there, is a bug that shows at once."""
+def test_unknown_names_and_labels_are_errors():
+    """A value without a row, or with other labels, is a bug that shows at once."""
 
     def fill(scrape):
         with pytest.raises(KeyError):
@@ -104,4 +104,4 @@ def test_unknown_names_and_labels_are_refused():
         with pytest.raises(AssertionError):
             scrape.put("a_rows", 1, "label")
 
-    scraped(fill)
+    scrape_samples(fill)

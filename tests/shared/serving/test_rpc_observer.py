@@ -15,13 +15,13 @@ from shared.types.errors import NotFoundError
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
-# As a client with a deadline sends it, but without the client's own: it is the server that ends the
+# As a client with a deadline sends it, but without the client's own: the server ends the
 # call. Long enough for a call to begin on a busy machine.
 DEADLINE = (("grpc-timeout", "500m"),)
 
 
 class World:
-    """A service that does what a request says, and what was seen of its calls."""
+    """A service that does what a request says, and the observations of its calls."""
 
     def __init__(self):
         self.metrics = RpcMetrics()
@@ -50,7 +50,7 @@ class World:
             await asyncio.Event().wait()
 
     async def until_counted(self, num_calls):
-        """Wait until so many calls are counted: a client may hear of the end before."""
+        """Wait until so many calls are counted: a client may see the end earlier."""
         async with asyncio.timeout(30):
             while sum(self.metrics.ended.counts.values()) < num_calls:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0)
@@ -75,7 +75,7 @@ class World:
 
 
 async def code_of(call):
-    """Read all of a call, and name its status; a stream that nobody reads never ends."""
+    """Read all of a call, and return its status; an unread stream never ends."""
     with suppress(grpc.aio.AioRpcError):
         if isinstance(call, grpc.aio.UnaryStreamCall):
             _ = [answer async for answer in call]
@@ -86,7 +86,7 @@ async def code_of(call):
 
 @pytest.fixture
 def world():
-    """A new one."""
+    """Make a new one."""
     return World()
 
 
@@ -95,7 +95,7 @@ def world():
     [(b"", "OK"), (b"refuse", "NOT_FOUND"), (b"break", "INTERNAL")],
 )
 async def test_calls_are_counted_by_their_code(world, request_, code):
-    """A call counts with the status that its client sees, one answer or a stream of them."""
+    """A call has the status that its client sees, one answer or a stream."""
     async with world.channel() as channel:
         for method, call in (
             ("Unary", channel.unary_unary("/test.v1.Test/Unary")(request_)),
@@ -110,8 +110,8 @@ async def test_calls_are_counted_by_their_code(world, request_, code):
     }
 
 
-async def test_who_leaves_and_who_is_late(world):
-    """A cancelled call counts as CANCELLED; one whose deadline passes, as that."""
+async def test_cancelled_and_late_calls(world):
+    """A cancelled one counts as CANCELLED; one past its deadline as such."""
     async with world.channel() as channel:
         methods = (
             channel.unary_unary("/test.v1.Test/Unary"),
@@ -139,13 +139,13 @@ async def test_who_leaves_and_who_is_late(world):
         (0.0, "DEADLINE_EXCEEDED"),
     ],
 )
-def test_a_client_gives_up_a_little_before_the_server(left_s, code):
-    """Who leaves as the deadline passes is late, though the server's clock has not seen it yet."""
+def test_a_client_may_time_out_just_before_the_server(left_s, code):
+    """A disconnect at the deadline counts as late, though the server's clock is not there yet."""
     assert code_without_answer(left_s) == code
 
 
-async def test_strangers_make_no_labels(world):
-    """Unknown methods and other people's services are not counted."""
+async def test_unknown_methods_make_no_labels(world):
+    """Unknown methods and foreign services are not counted."""
     async with world.channel() as channel:
         unknown = channel.unary_unary("/test.v1.Test/Whatever")(b"")
         assert await code_of(unknown) == "UNIMPLEMENTED"
@@ -153,8 +153,8 @@ async def test_strangers_make_no_labels(world):
     assert not world.metrics.ended.counts
 
 
-async def test_what_is_held_is_not_timed(world):
-    """A stream that lasts as long as its caller counts when it ends, without a time."""
+async def test_long_streams_are_not_timed(world):
+    """A stream that lasts as long as its caller is counted at its end, without a time."""
     async with world.channel() as channel:
         assert await code_of(channel.unary_stream("/test.v1.Test/Hold")(b"")) == "OK"
         await world.until_counted(1)
@@ -162,8 +162,8 @@ async def test_what_is_held_is_not_timed(world):
     assert not world.metrics.seconds.series
 
 
-async def test_a_trace_goes_on(world):
-    """The caller's trace id is bound for log lines, and is what calls to others carry."""
+async def test_a_trace_is_continued(world):
+    """Log lines have the caller's trace id, and further calls carry it."""
     async with world.channel() as channel:
         call = channel.unary_unary("/test.v1.Test/Unary")
         await call(b"", metadata=(("traceparent", PARENT), ("tracestate", "a=b")))
@@ -176,8 +176,8 @@ async def test_a_trace_goes_on(world):
 @pytest.mark.parametrize(
     "sent", [None, "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 5000]
 )
-async def test_a_trace_begins(world, sent):
-    """A call without a usable trace context gets a trace id of its own, each another one."""
+async def test_a_new_trace_begins(world, sent):
+    """A call without a usable trace context gets a trace id of its own."""
     metadata = () if sent is None else (("traceparent", sent),)
     async with world.channel() as channel:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Traces without an exporter, and what is needed for one."""
+"""Traces without an exporter, and the requirements of one."""
 
 import contextvars
 import sys
@@ -25,19 +25,19 @@ PARENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 
 
 def in_a_task(step):
-    """Run it in a context of its own, as each request has one."""
+    """Run in a separate context, as each request does."""
     return contextvars.copy_context().run(step)
 
 
 def test_without_an_endpoint_nothing_is_exported():
-    """Tracing that is off costs nothing, and ends at once."""
+    """Disabled tracing costs nothing, and ends at once."""
     tracing = start_tracing(TracingSettings(), "test", "0")
     assert tracing.provider is None
     tracing.close()
 
 
 def test_the_missing_extra_is_named(monkeypatch):
-    """An endpoint without the packages for it refuses the start, and says what to install."""
+    """An endpoint without the packages for it refuses the start, and names what to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(TracingUnavailableError, match=r"cachedattention\[tracing\]") as raised:
         start_tracing(TracingSettings(endpoint="http://127.0.0.1:4317"), "test", "0")
@@ -45,8 +45,8 @@ def test_the_missing_extra_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x", "http://", "http://a/b c"])
-def test_endpoints_that_are_none(endpoint):
-    """What is no address of a collector is refused with the settings."""
+def test_invalid_endpoints(endpoint):
+    """They are refused with the settings."""
     with pytest.raises(ValueError, match="endpoint"):
         TracingSettings(endpoint=endpoint)
 
@@ -54,8 +54,8 @@ def test_endpoints_that_are_none(endpoint):
 @pytest.mark.parametrize(
     ("ratio", "flag", "is_kept"), [(0, "01", False), (1, "01", True), (1, "00", False)]
 )
-def test_callers_may_leave_a_trace_out_and_not_force_it_in(ratio, flag, is_kept):
-    """What is kept is what the ratio says, and of that what its caller wants."""
+def test_callers_may_exclude_a_trace_but_not_force_it(ratio, flag, is_kept):
+    """The ratio decides, for traces that the caller wants."""
     parent = TraceContextTextMapPropagator().extract(
         {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flag}"}
     )
@@ -64,7 +64,7 @@ def test_callers_may_leave_a_trace_out_and_not_force_it_in(ratio, flag, is_kept)
 
 
 def test_spans_keep_the_callers_trace():
-    """Inside a request, and inside its children, calls to others carry the caller's trace id."""
+    """Inside a request, and inside its children, further calls carry the caller's trace id."""
 
     def request():
         span = enter_request("call", PARENT, {})
@@ -79,8 +79,8 @@ def test_spans_keep_the_callers_trace():
     assert not trace.get_current_span().get_span_context().is_valid
 
 
-def test_a_later_request_of_the_same_task_begins_anew():
-    """On a connection that is kept alive, one request's trace is not the next one's."""
+def test_a_later_request_of_the_same_task_has_a_new_trace():
+    """On a persistent connection, one request's trace is not the next one's."""
 
     def connection():
         first = trace_id_of(enter_request("call", PARENT, {}))
@@ -91,8 +91,8 @@ def test_a_later_request_of_the_same_task_begins_anew():
     assert second not in ("", TRACE)
 
 
-def test_only_trace_context_is_carried():
-    """Of a request's metadata nothing else is looked at, and nothing that is too long."""
+def test_only_trace_context_is_propagated():
+    """No other metadata of a request is read, nor an overlong one."""
     metadata = (
         *PARENT.items(),
         ("tracestate", "a=b"),

@@ -1,4 +1,4 @@
-"""Settings on a terminal and as JSON, and problems of theirs as lines."""
+"""Settings on a terminal and as JSON, and their problems as lines."""
 
 import json
 
@@ -16,7 +16,7 @@ VALUES = {"dram.bytes": 8_000_000_000, "log.level": "info"}
 
 
 def test_programs_get_values_and_people_get_text(capsys):
-    """Both say where a value comes from, and whether a reload changes it."""
+    """Both have the source, and whether a reload changes it."""
     print_settings(ROWS, VALUES, as_json=True)
     assert json.loads(capsys.readouterr().out) == {
         "dram.bytes": {"value": 8_000_000_000, "source": "file", "live": False},
@@ -31,7 +31,7 @@ def test_programs_get_values_and_people_get_text(capsys):
 
 
 def test_each_problem_is_a_line_on_stderr(capsys):
-    """Behind the program's name; the exit code is that of settings that cannot be used."""
+    """After the program's name; the exit code is that of unusable settings."""
     with pytest.raises(typer.Exit) as ended, listing_problems("kvd"):
         raise invalid_settings(["dram.bytes: no size", "ssd.bytes: no size"])
     assert ended.value.exit_code == InvalidSettingsError.exit_code == 78
@@ -40,8 +40,8 @@ def test_each_problem_is_a_line_on_stderr(capsys):
     assert not out
 
 
-def test_without_problems_it_says_so(capsys):
-    """On stdout: that is what was asked."""
+def test_without_problems_a_message_is_printed(capsys):
+    """On stdout: it is the requested output."""
     with listing_problems("kvd"):
         pass
     assert capsys.readouterr().out == "the settings are fine\n"

@@ -1,4 +1,4 @@
-"""Tables that fit."""
+"""Tables that fit the terminal."""
 
 import io
 
@@ -16,7 +16,7 @@ COLUMNS = (
 ROWS = [("s" * 30, "acme", "5e5e5e5e5e5e", "17"), ("t", "default", "5e5e5e5e5e5e", "1234567")]
 
 
-def shown(width, rows=ROWS):
+def render(width, rows=ROWS):
     out = io.StringIO()
     Console(file=out, width=width).print(fitted(COLUMNS, rows, width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
@@ -32,23 +32,23 @@ def shown(width, rows=ROWS):
         (5, ["session", "tokens"]),
     ],
 )
-def test_what_matters_least_goes_first(width, headings):
-    """Columns of the highest rank go; those without one are always there."""
-    assert shown(max(width, 20) if width == 5 else width)[0].split() == headings
+def test_the_least_important_columns_are_dropped_first(width, headings):
+    """Those of the highest rank; columns without one always stay."""
+    assert render(max(width, 20) if width == 5 else width)[0].split() == headings
 
 
-def test_names_are_cut_before_a_table_is_too_wide():
-    """The end of a long cell becomes an ellipsis; short ones stay whole."""
+def test_names_are_cut_if_a_table_is_too_wide():
+    """The end of a long cell becomes an ellipsis; short ones stay complete."""
     for width in (22, 39, 45, 60):
-        lines = shown(width)
+        lines = render(width)
         assert max(map(len, lines)) <= width
         assert "1234567" in lines[2]
-    assert "…" in shown(22)[1]
-    assert "s" * 30 in shown(80)[1]
+    assert "…" in render(22)[1]
+    assert "s" * 30 in render(80)[1]
 
 
-def test_what_matters_least_is_cut_first():
-    """None below its least while another may be cut: a name that distinguishes sessions stays."""
+def test_the_least_important_cells_are_cut_first():
+    """None below its minimum while another may be cut: names of sessions stay distinguishable."""
     columns = (
         Column("session", may_be_cut=True, least=14),
         Column("process", rank=1, may_be_cut=True, least=8),
@@ -64,11 +64,11 @@ def test_what_matters_least_is_cut_first():
 
 def test_an_empty_table_has_its_headings():
     """Nothing stored is no error."""
-    assert shown(80, [])[0].split() == ["session", "tenant", "model", "tokens"]
+    assert render(80, [])[0].split() == ["session", "tenant", "model", "tokens"]
 
 
-def test_a_title_is_as_wide_as_the_terminal():
-    """However narrow the table is; it goes on below itself only where the terminal ends."""
+def test_a_title_may_use_the_width_of_the_terminal():
+    """However narrow the table is; it is wrapped only there."""
     out = io.StringIO()
     title = "longest calls, 200,000 sessions of 8 blocks"
     table = fitted([Column("call")], [("attach",)], 60, title, f"as {title}")
@@ -78,7 +78,7 @@ def test_a_title_is_as_wide_as_the_terminal():
     ]
 
 
-def test_facts_go_on_below_themselves():
+def test_facts_are_wrapped_below_themselves():
     """Between words, behind their name."""
     out = io.StringIO()
     Console(file=out, width=20).print(facts([("cpu", "a fast one"), ("kernel", "6.1")], 20))
@@ -93,8 +93,8 @@ def test_facts_go_on_below_themselves():
     assert [line.rstrip() for line in out.getvalue().splitlines()] == ["cpu  a fast", "     one"]
 
 
-def test_what_fits_is_known():
-    """Nothing is left out of it, and nothing cut."""
-    widest = max(map(len, shown(200)))
+def test_the_natural_width_is_known():
+    """With it nothing is dropped or cut."""
+    widest = max(map(len, render(200)))
     assert fits(COLUMNS, ROWS, widest)
     assert not fits(COLUMNS, ROWS, widest - 1)

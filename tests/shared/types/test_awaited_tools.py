@@ -1,4 +1,4 @@
-"""Names of tools that sessions wait for: few, short, printable, each once."""
+"""Names of awaited tools: few, short, printable, unique."""
 
 import pytest
 
@@ -14,7 +14,7 @@ LONGEST = "n" * MAX_TOOL_NAME
 MOST = [f"tool-{number}" for number in range(MAX_AWAITED_TOOLS)]
 
 
-def test_each_name_is_there_once_in_its_order():
+def test_names_are_unique_and_in_order():
     assert awaited_tools(["b", "a", "b"]) == ("b", "a")
     assert awaited_tools(MOST + MOST) == tuple(MOST)
     assert awaited_tools([LONGEST, "Werkzeug äöü 道具"]) == (LONGEST, "Werkzeug äöü 道具")
@@ -30,13 +30,13 @@ def test_each_name_is_there_once_in_its_order():
         ([*MOST, "one more"], "33 different tools are awaited, which is too many: name at most 32"),
     ],
 )
-def test_others_are_refused_in_one_line(names, told):
+def test_invalid_names_are_refused_in_one_line(names, told):
     with pytest.raises(InvalidToolNamesError, match=told) as refused:
         awaited_tools(names)
     assert "\n" not in str(refused.value)
 
 
-def test_of_names_that_a_model_wrote_those_are_taken_that_can_be():
-    """Nothing is refused: it is a hint."""
+def test_invalid_names_of_a_model_are_dropped():
+    """It is a hint: nothing is refused."""
     assert possible_tools(["", LONGEST + "n", "\n", "b", "a", "b"]) == ("b", "a")
     assert possible_tools([*MOST, "one more"]) == tuple(MOST)

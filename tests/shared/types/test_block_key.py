@@ -1,4 +1,4 @@
-"""Keys of blocks: equal for the same salt, parent and tokens, and for nothing else."""
+"""Keys of blocks: equal exactly for equal salt, parent and tokens."""
 
 import hashlib
 
@@ -15,8 +15,8 @@ SALT = bytes(range(SALT_BYTES))
 TOKENS = (bytes(64), bytes(range(64)), b"")
 
 
-def test_a_key_is_the_digest_that_it_is_said_to_be():
-    """Of the parent and the tokens, under the salt; of each block anew."""
+def test_a_key_is_the_specified_digest():
+    """Of the parent and the tokens, with the salt; computed per block."""
     key = block_keys(SALT)
     parent = root_key(SALT, "layout")
     for tokens in TOKENS:
@@ -27,8 +27,8 @@ def test_a_key_is_the_digest_that_it_is_said_to_be():
         assert parent == digest
 
 
-def test_another_salt_parent_or_token_is_another_key():
-    """The same of all three is the same key, whatever was asked for in between."""
+def test_another_salt_parent_or_token_gives_another_key():
+    """Equal ones give the same key, whatever was computed in between."""
     key = block_keys(SALT)
     parent = root_key(SALT, "layout")
     keys = [
@@ -41,7 +41,7 @@ def test_another_salt_parent_or_token_is_another_key():
     assert key(parent, TOKENS[0]) == keys[0]
 
 
-def test_states_and_their_parts_have_keys_of_their_own():
+def test_states_and_their_parts_have_their_own_keys():
     """By tenant, by the tokens before them, and by nothing else."""
     parent, tokens = b"p" * 16, b"\1\0\0\0"
     keys = [

@@ -1,4 +1,4 @@
-"""What a histogram says of its values."""
+"""Quantiles of a histogram."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from shared.types.histogram import Histogram
     ("share", "value"), [(0.25, 0.5), (0.5, 1.0), (0.75, 5.5), (1.0, 10.0)]
 )  # fmt: skip
 def test_a_quantile_lies_in_its_bucket(share, value):
-    """As far into it as its values are counted, whatever their labels."""
+    """In proportion to the counts, over all labels."""
     histogram = Histogram((1.0, 10.0))
     for seconds, label in ((0.2, "a"), (0.4, "b"), (2.0, "a"), (9.0, "b")):
         histogram.observe(seconds, label)
@@ -17,8 +17,8 @@ def test_a_quantile_lies_in_its_bucket(share, value):
     assert (histogram.total.counts, histogram.total.total) == ([2, 2, 0], pytest.approx(11.6))
 
 
-def test_quantiles_at_the_ends():
-    """Of nothing there is none; what exceeds the last bound is at least that."""
+def test_extreme_quantiles():
+    """An empty one has none; beyond the last bound it is at least that."""
     histogram = Histogram((1.0, 10.0))
     assert histogram.quantile(0.5) is None
     histogram.observe(99.0)

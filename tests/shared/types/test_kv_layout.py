@@ -1,4 +1,4 @@
-"""Layouts: names that never change, and states beside the KV of tokens, or without any."""
+"""Layouts: names that never change, and states beside the KV of tokens, or alone."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ RECURRENT = KVLayout("ab" * 16, (Layer(()),), 256, "coupled", state_bytes=3 * MI
 
 
 def test_layouts_without_states_keep_their_names():
-    """What earlier releases have stored is found by the fingerprint of then."""
+    """Data of earlier releases is found by its fingerprint."""
     assert LAYOUT.fingerprint == "59365b675e3b93a4b34b92e56c08e2d6"
     coupled = replace(LAYOUT, position_mode="coupled", tp_rank=1, tp_size=2)
     assert coupled.fingerprint == "750f779d93a533713562fc64e4391f7f"
@@ -41,8 +41,8 @@ def test_a_state_takes_whole_slots(state_bytes, num_slots):
     layout.check()
 
 
-def test_a_model_that_is_only_recurrent():
-    """Its slots are of a mebibyte, or of the state's size in sectors; tokens have no bytes."""
+def test_a_purely_recurrent_model():
+    """Its slots have a mebibyte, or the state's size in sectors; tokens have no bytes."""
     RECURRENT.check()
     assert (RECURRENT.block_bytes, RECURRENT.state_slots) == (MIB, 4)
     assert (RECURRENT.token_bytes, RECURRENT.slice_offsets) == (0, (0,))
@@ -62,7 +62,7 @@ def test_a_model_that_is_only_recurrent():
         (replace(RECURRENT, layers=()), "0 layers"),
     ],
 )
-def test_states_that_cannot_be(layout, problem):
+def test_invalid_states(layout, problem):
     with pytest.raises(InvalidLayoutError, match=problem):
         layout.check()
 
@@ -72,8 +72,8 @@ NARROW = Layer((Component("k", (1, 8), "float32"),), 64)
 WINDOWED = replace(LAYOUT, layers=(WIDE, LAYER, WIDE, Layer(()), LAYER, NARROW, WIDE, NARROW))
 
 
-def test_layers_with_windows_lie_apart():
-    """In parts of as many layers as a slot has room for, in order; token blocks have the others."""
+def test_layers_with_windows_are_stored_separately():
+    """In parts of as many layers as fit into a slot, in order; token blocks have the others."""
     WINDOWED.check()
     assert (WINDOWED.window, WINDOWED.block_bytes) == (64, 8192)
     assert WINDOWED.window_parts == ((0, 2), (5, 6), (7,))
@@ -88,7 +88,7 @@ def test_layers_with_windows_lie_apart():
 
 
 def test_a_slot_has_room_for_the_largest_layer():
-    """Where the others have less of a token than one layer with a window."""
+    """The others may have fewer bytes per token than one layer with a window."""
     layout = replace(LAYOUT, layers=(NARROW, replace(WIDE, components=WIDE.components * 2), LAYER))
     assert (layout.block_bytes, layout.window_parts) == (8192, ((0,), (1,)))
     assert layout.slot_slices == (0, 0, 8192)  # of a part, as it is verified
@@ -96,7 +96,7 @@ def test_a_slot_has_room_for_the_largest_layer():
     assert (layout.block_bytes, layout.window_parts) == (4096, ((0,), (2,)))
 
 
-def test_where_all_layers_have_windows_nothing_lies_apart():
+def test_if_all_layers_have_windows_nothing_is_separate():
     """The layout has the name and the bytes of one without."""
     layout = replace(LAYOUT, layers=(WIDE, WIDE))
     plain = replace(LAYOUT, layers=(LAYER, LAYER))
@@ -122,6 +122,6 @@ def test_windows_make_another_layout():
         (replace(WINDOWED, position_mode="coupled", state_bytes=1), "both states and windows"),
     ],
 )
-def test_windows_that_cannot_be(layout, problem):
+def test_invalid_windows(layout, problem):
     with pytest.raises(InvalidLayoutError, match=problem):
         layout.check()

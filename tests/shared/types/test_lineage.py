@@ -1,4 +1,4 @@
-"""A lineage tells contexts apart whose tokens are the same, and no others."""
+"""A lineage distinguishes contexts with equal tokens, and no others."""
 
 from shared.types.lineage import WHOLE, Lineage
 
@@ -6,7 +6,7 @@ TOKENS = bytes(range(40))  # ten of them
 
 
 def test_it_follows_from_tokens_and_discards():
-    """The same ones give the same lineage; any other token or range gives another."""
+    """Equal ones give equal lineages; any other token or range gives another."""
     lineage = WHOLE.after(TOKENS, [(2, 4)])
     assert lineage == WHOLE.after(TOKENS, ((2, 4),))
     others = (
@@ -28,8 +28,8 @@ def test_clean_tokens_are_those_before_every_discard():
     assert WHOLE.is_clean(1 << 40)
 
 
-def test_dropping_the_end_leaves_the_rest_as_it_was():
-    """Also everything: what comes then is computed from nothing."""
+def test_dropping_the_end_does_not_change_the_rest():
+    """Also dropping everything: later tokens are computed from nothing."""
     lineage = WHOLE.after(TOKENS, [(4, 5)])
     assert WHOLE.after(TOKENS, [(3, 10)]) == WHOLE.after(TOKENS, [(0, 10)]) == WHOLE
     assert lineage.after(TOKENS, [(6, 10)]) == lineage
@@ -39,7 +39,7 @@ def test_dropping_the_end_leaves_the_rest_as_it_was():
 
 
 def test_a_graft_follows_from_both_contexts_and_the_range():
-    """Any other token, lineage or range gives another; what is behind the range does not matter."""
+    """Any other token, lineage or range gives another; tokens behind the range do not matter."""
     other = WHOLE.after(TOKENS, [(4, 5)])
     lineage = WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 7)
     assert lineage == WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS[:28], 3, 7)
@@ -56,8 +56,8 @@ def test_a_graft_follows_from_both_contexts_and_the_range():
     assert len({lineage, *others}) == 9
 
 
-def test_what_precedes_the_first_seam_is_clean():
-    """A later graft makes it no more, an earlier discard less."""
+def test_tokens_before_the_first_seam_are_clean():
+    """A later graft adds none, an earlier discard removes some."""
     lineage = WHOLE.after_graft(TOKENS[:8], WHOLE, TOKENS, 3, 7)
     assert (lineage.is_whole, lineage.clean_tokens) == (False, 2)
     assert lineage.after_graft(TOKENS, WHOLE, TOKENS, 3, 7).clean_tokens == 2

@@ -1,4 +1,4 @@
-"""Whether loading pays: for the turn, for those behind it, and for those who will come."""
+"""Whether loading pays: for the turn, for those behind it, and for expected ones."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from shared.types.load_choice import (
 )
 from shared.types.units import NS_PER_S
 
-# Whole numbers, in which floats are exact: at a tie nothing is lost by rounding.
+# Integers, which floats represent exactly: ties are not affected by rounding.
 COUNTS = st.integers(0, 1000)
 SECONDS = COUNTS.map(float)
 TRAFFICS = st.builds(
@@ -32,35 +32,35 @@ TRAFFICS = st.builds(
 @pytest.mark.parametrize(
     ("wait_s", "busy_s", "pays"), [(1.0, 1.0, True), (2.1, 0.0, False), (0.0, 2.1, False)]
 )
-def test_alone_it_is_what_takes_less_time(wait_s, busy_s, pays):
-    """Waiting or copying is then the same."""
+def test_alone_the_faster_way_wins(wait_s, busy_s, pays):
+    """Waiting and copying count alike."""
     assert loading_pays(wait_s, busy_s, 2.0, IDLE) is pays
 
 
 @pytest.mark.parametrize("behind", ["num_waiting", "num_loading"])
-def test_who_is_behind_waits_for_computing_not_for_a_read(behind):
-    """One of them outweighs a wait of nearly twice the computing; copying keeps it waiting, too."""
+def test_turns_behind_wait_for_computing_but_not_for_a_read(behind):
+    """One of them outweighs a wait of nearly twice the computing; copying delays it, too."""
     one = replace(Traffic(num_places=100), **{behind: 1})
     assert loading_pays(3.9, 0.0, 2.0, one)
     assert not loading_pays(4.1, 0.0, 2.0, one)
     assert not loading_pays(0.0, 2.1, 2.0, one)
 
 
-def test_who_waits_for_a_place_waits_for_those_who_hold_it():
-    """With a single place a wait costs everybody as much as computing does."""
+def test_turns_without_a_place_wait_for_those_with_one():
+    """With a single place a wait delays all turns as much as computing does."""
     assert not loading_pays(2.1, 0.0, 2.0, Traffic(num_waiting=1000, num_places=1))
     assert loading_pays(7.9, 0.0, 2.0, Traffic(num_waiting=1000, num_places=4))
     assert not loading_pays(8.1, 0.0, 2.0, Traffic(num_waiting=1000, num_places=4))
 
 
-def test_what_the_engine_has_to_compute_before_hides_a_wait():
-    """The turn could not have begun anyway."""
+def test_earlier_computing_hides_a_wait():
+    """The turn could not begin earlier anyway."""
     assert loading_pays(5.0, 0.0, 2.0, Traffic(backlog_s=3.0))
     assert not loading_pays(5.1, 0.0, 2.0, Traffic(backlog_s=3.0))
 
 
-def test_those_count_who_are_likely_to_come_meanwhile():
-    """While the turn, and what is before it, is computed."""
+def test_expected_turns_count():
+    """Those that arrive while the turn, and those before it, are computed."""
     assert loading_pays(3.9, 0.0, 2.0, Traffic(starts_per_s=0.5))
     assert not loading_pays(4.1, 0.0, 2.0, Traffic(starts_per_s=0.5))
     assert loading_pays(7.9, 0.0, 2.0, Traffic(starts_per_s=0.5, backlog_s=2.0))
@@ -68,8 +68,8 @@ def test_those_count_who_are_likely_to_come_meanwhile():
 
 
 @given(SECONDS, SECONDS, SECONDS, TRAFFICS, SECONDS)
-def test_what_makes_loading_better_never_speaks_against_it(wait, busy, compute, traffic, more):
-    """Less waiting, less copying, more computing, more to hide behind, more places."""
+def test_improvements_of_loading_never_speak_against_it(wait, busy, compute, traffic, more):
+    """Less waiting, less copying, more computing, more hidden time, more places."""
     if loading_pays(wait, busy, compute, traffic):
         assert loading_pays(max(0.0, wait - more), busy, compute, traffic)
         assert loading_pays(wait, max(0.0, busy - more), compute, traffic)
@@ -84,14 +84,14 @@ def test_what_makes_loading_better_never_speaks_against_it(wait, busy, compute, 
 
 
 @given(SECONDS, SECONDS, SECONDS, TRAFFICS)
-def test_copying_that_takes_longer_than_computing_never_pays(wait, busy, compute, traffic):
-    """Everybody would wait for it as they would for computing."""
+def test_copying_slower_than_computing_never_pays(wait, busy, compute, traffic):
+    """All turns would wait for it as they would for computing."""
     assert not loading_pays(wait, compute + busy + 1, compute, traffic)
 
 
 @given(SECONDS, SECONDS, SECONDS, TRAFFICS)
 def test_the_unit_of_time_does_not_matter(wait, busy, compute, traffic):
-    """A machine that is so much faster at everything decides alike."""
+    """A machine that is uniformly faster decides alike."""
     faster = replace(
         traffic, backlog_s=traffic.backlog_s / 64, starts_per_s=traffic.starts_per_s * 64
     )
@@ -111,13 +111,13 @@ def test_the_unit_of_time_does_not_matter(wait, busy, compute, traffic):
     ],
 )
 def test_the_longest_wait_that_pays(busy_s, traffic, longest_s):
-    """Alone as long as computing takes; what hides a wait makes it longer."""
+    """Alone as long as computing takes; hidden time makes it longer."""
     assert longest_wait_s(busy_s, 2.0, traffic) == longest_s
 
 
 @given(SECONDS, SECONDS, TRAFFICS)
 def test_loading_pays_up_to_the_longest_wait(busy, compute, traffic):
-    """And not beyond; if it is none, it may be that not even that pays."""
+    """And not beyond; if it is zero, even that may not pay."""
     longest_s = longest_wait_s(busy, compute, traffic)
     assert longest_s >= 0
     assert not loading_pays(longest_s * 1.001 + 0.001, busy, compute, traffic)
@@ -125,8 +125,8 @@ def test_loading_pays_up_to_the_longest_wait(busy, compute, traffic):
         assert loading_pays(longest_s * 0.999, busy, compute, traffic)
 
 
-def test_starts_are_counted_over_the_latest():
-    """A pause before them is forgotten once so many have come, and nobody starts meanwhile."""
+def test_recent_starts_give_the_rate():
+    """A pause before them is forgotten after so many starts, while none follow."""
     starts = RecentStarts()
     assert starts.per_s(0) == 0.0
     starts.record(0)
@@ -141,7 +141,7 @@ def test_starts_are_counted_over_the_latest():
     assert starts.per_s(2 * last_ns - night_ns) == 0.5
 
 
-def test_who_starts_at_the_same_moment_says_nothing_yet():
+def test_simultaneous_starts_give_no_rate_yet():
     """No time has passed."""
     starts = RecentStarts()
     starts.record(5)

@@ -1,4 +1,4 @@
-"""What a feed reports: all once, then what has changed; of long queues the head."""
+"""The updates of a feed: everything first, then changes; of long queues the head."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def waiting(*numbers: int, tag: float = 0.0) -> list[QueuedRequest]:
 def send(
     feed: QueueFeed, most_requests: int = MANY, *, send_full: bool = False
 ) -> QueueUpdate | None:
-    """An update, acknowledged at once."""
+    """Send an update, acknowledged at once."""
     feed.check()
     update = feed.next_update(most_requests)
     if update is not None:
@@ -47,16 +47,16 @@ def news(update: QueueUpdate | None) -> tuple:
     return sorted(change.waiting), sorted(change.running), sorted(change.left)
 
 
-def test_all_is_told_first_even_if_it_is_nothing():
-    """The other side may have something that is not so."""
+def test_the_first_update_has_everything_even_if_empty():
+    """The other side may have an outdated queue."""
     feed = QueueFeed()
     update = send(feed)
     assert (update.base_sequence, update.digest, news(update)) == (0, 0, ([], [], []))
     assert send(feed) is None
 
 
-def test_then_what_has_changed():
-    """Jobs that joined, started, left, and stand elsewhere; each update names its base."""
+def test_later_updates_have_the_changes():
+    """Jobs that joined, started, left, or moved; each update names its base."""
     feed = QueueFeed()
     wait(feed, 1, 2, 3, 4)
     first = send(feed)
@@ -71,8 +71,8 @@ def test_then_what_has_changed():
     assert news(second) == (joined, [RunningRequest(1, key_of(1))], [2])
 
 
-def test_what_comes_and_goes_between_two_updates_is_never_told():
-    """Changes are coalesced: a job that came and left, one that ran and is where it was."""
+def test_jobs_between_two_updates_are_not_reported():
+    """Changes are merged: a job that came and left, or one that ran and is back."""
     feed = QueueFeed()
     wait(feed, 1)
     send(feed)
@@ -84,8 +84,8 @@ def test_what_comes_and_goes_between_two_updates_is_never_told():
     assert send(feed) is None
 
 
-def test_changes_while_an_update_is_in_flight_go_with_the_next():
-    """One is on its way at most; the newest state wins."""
+def test_changes_during_an_update_are_part_of_the_next():
+    """At most one is in flight; the newest state wins."""
     feed = QueueFeed()
     wait(feed, 1)
     update = feed.next_update(MANY)
@@ -97,8 +97,8 @@ def test_changes_while_an_update_is_in_flight_go_with_the_next():
 
 
 @pytest.mark.parametrize("how", ["asked", "restarted", "another sequence"])
-def test_all_is_told_again(how):
-    """When the other side asks for it, when it is another one, when it speaks of something else."""
+def test_everything_is_sent_again_when_necessary(how):
+    """On request, to another receiver, or if the receiver names another base."""
     feed = QueueFeed()
     wait(feed, 1)
     if how == "asked":
@@ -113,8 +113,8 @@ def test_all_is_told_again(how):
     assert (again.base_sequence, news(again)) == (0, (waiting(1), [], []))
 
 
-def test_the_digest_is_that_of_what_is_told():
-    """A sum over the jobs of the head, those that run first."""
+def test_the_digest_covers_the_reported_jobs():
+    """It is a sum over the jobs of the head, running ones first."""
     feed = QueueFeed()
     wait(feed, 1, 2, 3)
     feed.on_run(9, key_of(9))
@@ -129,8 +129,8 @@ def test_the_digest_is_that_of_what_is_told():
     assert send(feed, 3).digest == update_digest(0, added=sum(digests))
 
 
-def test_of_a_long_queue_the_head_is_told():
-    """What moves up into it joins, what is pushed out of it leaves, though it waits still."""
+def test_the_head_of_a_long_queue_is_reported():
+    """Jobs that move up join, those pushed out leave, though they still wait."""
     feed = QueueFeed()
     wait(feed, *range(10, 20))
     assert news(send(feed, 3)) == (waiting(10, 11, 12), [], [])
@@ -144,7 +144,7 @@ def test_of_a_long_queue_the_head_is_told():
     assert news(send(feed, 4)) == ([], [], [14])
 
 
-def test_changes_behind_the_head_are_not_told():
+def test_changes_behind_the_head_are_not_reported():
     """Nobody needs to know."""
     feed = QueueFeed()
     wait(feed, *range(10))
@@ -154,8 +154,8 @@ def test_changes_behind_the_head_are_not_told():
     assert send(feed, 3) is None
 
 
-def test_a_side_that_does_not_listen_costs_no_memory():
-    """Beyond what is worth reporting as a change, all is reported when it listens again."""
+def test_a_receiver_that_is_away_costs_no_memory():
+    """Beyond a useful number of changes everything is sent when it is back."""
     feed = QueueFeed()
     send(feed)
     update = feed.next_update(MANY)
@@ -171,8 +171,8 @@ def test_a_side_that_does_not_listen_costs_no_memory():
     assert feed._base
 
 
-def test_who_listens_hears_of_every_change():
-    """So that an update is sent soon; leaving twice is one change."""
+def test_listeners_are_notified_of_every_change():
+    """So an update is sent soon; leaving twice is one change."""
     feed, heard = QueueFeed(), []
     feed.on_change = lambda: heard.append(len(feed))
     wait(feed, 1, 2)
@@ -182,7 +182,7 @@ def test_who_listens_hears_of_every_change():
     assert heard == [1, 2, 2, 1]
 
 
-def test_the_interval_goes_with_each_update():
+def test_each_update_has_the_present_interval():
     """As it is then."""
     feed = QueueFeed()
     feed.interval_s = 1.5

@@ -1,4 +1,4 @@
-"""State machines are tables: what they do not hold cannot happen, and they draw themselves."""
+"""State machines are tables: other transitions are impossible, and they can be drawn."""
 
 from enum import Enum
 
@@ -8,7 +8,7 @@ from shared.types.transitions import Transitions
 
 
 class Door(Enum):
-    """Its first state is the one in which it is built."""
+    """A door, whose first state is its initial one."""
 
     OPEN = "open"
     SHUT = "shut"
@@ -24,8 +24,8 @@ MOVES = Transitions(
 )
 
 
-def test_an_event_leads_to_the_state_of_the_table():
-    """Which depends on the state, and may be the same one."""
+def test_an_event_leads_to_the_tables_next_state():
+    """It depends on the state, and may be the same one."""
     assert MOVES.after(Door.OPEN, "push") is Door.SHUT
     assert MOVES.after(Door.SHUT, "push") is Door.SHUT
     assert MOVES.after(Door.SHUT, "pull") is Door.OPEN
@@ -34,20 +34,20 @@ def test_an_event_leads_to_the_state_of_the_table():
 @pytest.mark.parametrize(
     ("state", "event"), [(Door.OPEN, "pull"), (Door.BURNT, "push"), (Door.SHUT, "nonsense")]
 )
-def test_what_is_not_in_the_table_cannot_happen(state, event):
-    """The error says what was to happen, and in which state."""
+def test_other_transitions_are_errors(state, event):
+    """The error has the event and the state."""
     with pytest.raises(AssertionError, match=f"{event} cannot happen to what is {state.value}"):
         MOVES.after(state, event)
 
 
-def test_nothing_happens_in_an_end():
-    """In every other state something may."""
+def test_nothing_happens_in_a_final_state():
+    """In every other state some event is possible."""
     assert MOVES.events(Door.SHUT) == {"pull", "push", "fire"}
     assert MOVES.events(Door.BURNT) == set()
 
 
-def test_a_drawing_has_one_arrow_from_a_state_to_another():
-    """It names all events that lead there, where everything begins, and where it ends."""
+def test_a_drawing_has_one_arrow_between_two_states():
+    """It names all their events, the initial state, and final ones."""
     assert MOVES.diagram().splitlines() == [
         "stateDiagram-v2",
         "    [*] --> open",

@@ -23,7 +23,7 @@ from shared.types.units import format_duration, parse_bytes, parse_duration_s
     ],
 )
 def test_a_duration_has_its_two_largest_units(seconds, text):
-    """What is rounded never shows a unit too many, as 60 s or 24h; and it can be read again."""
+    """Rounding never shows a wrong unit, as 60 s or 24h; and the text can be parsed again."""
     assert format_duration(seconds) == text
     assert parse_duration_s(text) == pytest.approx(seconds, rel=0.03, abs=1e-3)
 
@@ -31,7 +31,7 @@ def test_a_duration_has_its_two_largest_units(seconds, text):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("1h30m", 5400.0), ("6D 23H", 601200.0), ("1m0.5s", 60.5), ("12", 12.0)]
 )
-def test_durations_of_several_units_are_read(text, seconds):
+def test_durations_of_several_units_are_parsed(text, seconds):
     """With or without blanks; a number alone is seconds."""
     assert parse_duration_s(text) == seconds
 

@@ -1,8 +1,8 @@
-"""What adapters of engines share: JSON lines on stdin and stdout, clocks, sessions in a budget.
+"""Shared parts of engine adapters: JSON lines on stdin and stdout, clocks, session budgets.
 
-An adapter runs in its engine's own virtual environment, so this file needs the standard library
-alone. A line {"op": "generate", ...} calls the method of that name with the other keys, and is
-answered by one line. Engines print what they like: it goes to stderr.
+An adapter runs in its engine's own virtual environment, so this file needs only the standard
+library. A line {"op": "generate", ...} calls the method of that name with the other keys, and is
+answered by one line. Whatever engines print goes to stderr.
 """
 
 import json
@@ -21,14 +21,19 @@ class Engine(Protocol):
     """One engine, computing on one thread."""
 
     def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
-        """Get ready to answer.
+        """Load the model and get ready to answer.
 
         Args:
-            model: directory or file, as the engine reads it.
-            kv_tokens: most tokens whose KV may be in memory.
-            turn_tokens: most tokens of a turn, its answer included.
-            store: directory that outlives the engine; "": none.
-            dtype: what it computes in; of some engines the model's file says it.
+
+        model: directory or file, as the engine reads it.
+
+        kv_tokens: most tokens whose KV may be in memory.
+
+        turn_tokens: most tokens of a turn, with its answer.
+
+        store: directory that outlives the engine; "": none.
+
+        dtype: precision of the computation; some engines take it from the model's file.
         """
 
     def generate(
@@ -39,22 +44,24 @@ class Engine(Protocol):
         keep_tokens: int,
         on_token: OnToken,
     ) -> None:
-        """Answer greedily, one prompt of each session, all at a time.
+        """Answer greedily, one prompt per session, all at once.
 
-        Of a session that is asked alone, the KV of so many tokens of the prompt stays, where the
-        engine keeps any; what it has of a prompt from before is not computed again.
+        For a session that is requested alone, the KV of its prompt stays, where the engine keeps
+        any; a known part of a prompt is not computed again.
         """
 
     def settle(self) -> None:
-        """Return when nothing is done any more, and what is to outlive the engine is stored."""
+        """Return when the engine is idle, and everything that must outlive it is stored."""
 
 
 class Sessions:
-    """The KV of sessions within a budget of tokens; who was used longest ago goes first.
+    """The KV of sessions within a budget of tokens; the least recently used is released first.
 
     Args:
-        kv_tokens: the budget.
-        release: called with a session's name, ids and state when it has to go.
+
+    kv_tokens: the budget.
+
+    release: called with a session's name, ids and state when it is released.
     """
 
     def __init__(self, kv_tokens: int, release: Callable[[str, list[int], Any], None]) -> None:
@@ -63,10 +70,11 @@ class Sessions:
         self._release = release
 
     def take(self, name: str, prompt: list[int], num_tokens: int) -> tuple[Any, int]:
-        """Make room for that many tokens, and give out the session's KV.
+        """Make room for this many tokens, and hand out the session's KV.
 
         Returns:
-            Its state and how many tokens of the prompt it has, less than all; None, 0: nothing.
+
+        Its state and how many tokens of the prompt it has, less than all; None, 0: nothing.
         """
         ids, state = self._kept.pop(name, ([], None))
         while self._kept and num_tokens > self._kv_tokens - self._used():
@@ -74,7 +82,7 @@ class Sessions:
         return state, num_common(ids, prompt)
 
     def release_oldest(self) -> None:
-        """Let the session go that was used longest ago."""
+        """Release the least recently used session."""
         name, (ids, state) = self._kept.popitem(last=False)
         self._release(name, ids, state)
 
@@ -83,7 +91,7 @@ class Sessions:
         self._kept[name] = ids, state
 
     def all(self) -> list[tuple[str, list[int], Any]]:
-        """Name, ids and state of each."""
+        """Return name, ids and state of each session."""
         return [(name, ids, state) for name, (ids, state) in self._kept.items()]
 
     def _used(self) -> int:
@@ -91,7 +99,7 @@ class Sessions:
 
 
 def num_common(ids: list[int], prompt: list[int]) -> int:
-    """How many tokens both begin with, at most all but the prompt's last: one is computed."""
+    """Return the length of the common beginning, at most all but the prompt's last token."""
     number, most = 0, min(len(ids), len(prompt) - 1)
     while number < most and ids[number] == prompt[number]:
         number += 1
@@ -99,14 +107,14 @@ def num_common(ids: list[int], prompt: list[int]) -> int:
 
 
 def kv_token_bytes(model: str) -> int:
-    """Bytes of a token's keys and values in float32, of a model directory."""
+    """Return the bytes of a token's keys and values in float32, for a model directory."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     width = config["num_key_value_heads"] * config["head_dim"]
     return 2 * 4 * int(config["num_hidden_layers"]) * int(width)
 
 
 def serve(engine: Engine) -> None:
-    """Answer what comes on stdin until it ends."""
+    """Answer the lines on stdin until it ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -122,7 +130,7 @@ def _load(engine: Engine, **arguments: Any) -> dict[str, Any]:
 
 
 def _generate(engine: Engine, prompts: list[list[int]], **arguments: Any) -> dict[str, Any]:
-    """Answer with the tokens, and when each was there: wall and CPU seconds since the call."""
+    """Answer with the tokens and the time of each: wall and CPU seconds since the call."""
     ids, wall_s, cpu_s = ([[] for _ in prompts] for _ in range(3))
     began_wall_s, began_cpu_s = time.perf_counter(), time.process_time()
 

@@ -1,4 +1,4 @@
-"""CTranslate2: generates from whole prompts; it keeps no KV between calls that could be used."""
+"""Adapter of CTranslate2: it generates from whole prompts and keeps no KV between calls."""
 
 import json
 from pathlib import Path

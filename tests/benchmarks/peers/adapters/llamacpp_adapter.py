@@ -1,6 +1,6 @@
-"""llama.cpp by llama-cpp-python's bindings of its C interface: a sequence for each session.
+"""Adapter of llama.cpp by llama-cpp-python's C bindings: one sequence per session.
 
-A session that has no more room, and every session when the engine is settled, goes into a file
+A session without room, and every session when the engine settles, goes into a file
 (`llama_state_seq_save_file`, as llama-server's slots do), if there is a store.
 """
 
@@ -26,7 +26,7 @@ class LlamaCpp:
             llama_cpp.llama_model_get_vocab(self._model)
         )
         params = llama_cpp.llama_context_default_params()
-        # Each sequence has cells of its own: in one that they share, attention reads all of them.
+        # Each sequence has cells of its own: if they are shared, attention reads all of them.
         num_sequences = kv_tokens // turn_tokens
         params.n_ctx, params.n_seq_max, params.kv_unified = kv_tokens, num_sequences, False
         params.n_batch = params.n_ubatch = BATCH_TOKENS
@@ -86,7 +86,7 @@ class LlamaCpp:
             self._save(name, ids, sequence)
 
     def _taken(self, name: str, prompt: list[int], num_kv: int) -> tuple[int, int]:
-        """The session's sequence, restored if need be, and how much of the prompt it has."""
+        """Return the session's sequence, restored if necessary, and its part of the prompt."""
         sequence, first = self._sessions.take(name, prompt, num_kv)
         if sequence is None:
             sequence = self._new_sequence()

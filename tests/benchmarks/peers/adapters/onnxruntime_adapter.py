@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI: a generator for each session, rewound to what the prompt shares with it."""
+"""Adapter of ONNX Runtime GenAI: one generator per session, rewound to the common prompt."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous batching with prefix caching, step by step."""
+"""Adapter of OpenVINO GenAI: its continuous batching with prefix caching, step by step."""
 
 import numpy as np
 import openvino

@@ -1,6 +1,6 @@
-"""Ours: the engine as the service runs it, with its kvd, which outlives it.
+"""Adapter of this engine as the service runs it, with its kvd, which outlives it.
 
-The store is kvd's runtime directory; without one every history is recomputed that is not resident.
+The store is kvd's runtime directory; without one, history that is not resident is recomputed.
 """
 
 import asyncio
@@ -26,29 +26,29 @@ from inference_svc.runtime.model.model_loader import load_model
 
 @dataclass(frozen=True)
 class _Kvd:
-    """What the engine is told of the kvd beside it; who measures owns it."""
+    """The engine's view of its kvd, which the measurement owns."""
 
     runtime_dir: Path
 
     async def until_quiet(self) -> None:
-        """Nothing: its work is awaited by the engine."""
+        """Do nothing: the engine waits for its own work."""
 
 
 class _Sink:
-    """Hands out tokens as they come; ends the answer at its length."""
+    """Records tokens as they come, and ends the answer at its length."""
 
     def __init__(self, num_tokens: int, on_token: Callable[[int], None]) -> None:
         self._num_left = num_tokens
         self._on_token = on_token
 
     def on_start(self, request: EngineRequest) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def on_window_full(self) -> None:
-        """Nothing to do: the answer has ended."""
+        """Do nothing: the answer has ended."""
 
     def on_token(self, token: Sampled) -> bool:
-        """Pass it on; whether it was the last."""
+        """Record a token; return whether it was the last."""
         self._on_token(token.token_id)
         self._num_left -= 1
         return self._num_left == 0
@@ -108,7 +108,7 @@ class Ours:
         on_token: OnToken,
     ) -> None:
         engine = self._engine.parts.engine
-        marks = (len(prompt),) if keep_tokens else ()  # as the service: before the answer
+        marks = (len(prompt),) if keep_tokens else ()  # as the service does: before the answer
         request = EngineRequest(
             number=next(self._numbers),
             key=self._engine.key(name),
@@ -123,7 +123,7 @@ class Ours:
         )
         await engine.generate(request)
         if keep_tokens:
-            computed = request.token_ids[:-1]  # what comes last is not, before the next turn
+            computed = request.token_ids[:-1]  # the last token is not, before the next turn
             engine.keep(request, computed[:keep_tokens])
         else:
             engine.drop(request)

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: the stock model with sdpa, and a DynamicCache for each session."""
+"""Adapter of Transformers: the stock model with sdpa, and a DynamicCache per session."""
 
 import torch
 from adapter import OnToken, Sessions, serve
@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Transformers:
-    """See `adapter.Engine`; whoever writes a chat over Transformers keeps a cache like this."""
+    """See `adapter.Engine`; a simple chat program over Transformers keeps such a cache."""
 
     def load(self, model: str, kv_tokens: int, turn_tokens: int, store: str, dtype: str) -> None:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: its engine with prefix caching, in this process, step by step."""
+"""Adapter of vLLM's build for CPUs: its engine with prefix caching, step by step."""
 
 import os
 

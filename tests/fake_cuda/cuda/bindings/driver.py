@@ -1,9 +1,9 @@
-"""CUDA's driver in the memory of the host: first on the path, it gives a machine GPUs.
+"""CUDA's driver in host memory: first on the path, it gives a machine GPUs.
 
 Their UUIDs are in FAKE_CUDA_DEVICES, with commas. Memory that is shared is a memfd; a copy is made
-when somebody waits for its event, after FAKE_CUDA_COPY_S seconds: as late as a GPU may make it.
-What a test can break from outside: memory that is registered twice is refused, as is what is copied
-from or to host memory that is not registered, or device memory that is not mapped.
+when its event is waited for, after FAKE_CUDA_COPY_S seconds: as late as a GPU may make it.
+It refuses memory that is registered twice, and copies from or to host memory that is not registered
+or device memory that is not mapped.
 
 Names and numbers of arguments are the real ones: tests/shared/cuda/test_driver_calls.py compares.
 """
@@ -269,7 +269,7 @@ def _handle(fd):
 
 
 def _is_known(address, size):
-    """Whether memory is registered or mapped; pieces may span registered chunks."""
+    """Return whether memory is registered or mapped; pieces may span registered chunks."""
     for known in (_mapped, _registered):
         at = int(address)
         while True:
@@ -283,7 +283,7 @@ def _is_known(address, size):
 
 
 def _in_context(*results):
-    """Whatever needs a context needs one of this thread."""
+    """Refuse a call unless this thread has a context."""
     if getattr(_context, "current", None) is None:
         return (CUresult.CUDA_ERROR_INVALID_CONTEXT, *results)
     return (OK, *results)

@@ -1,4 +1,4 @@
-"""What steps and loads take, by the names that the scheduler uses."""
+"""The durations of steps and loads, by the names that the scheduler uses."""
 
 import pytest
 
@@ -18,12 +18,12 @@ from shared.types.load_choice import IDLE, Traffic
 
 
 def step_s(tokens, num_pairs):
-    """What steps take in these tests."""
+    """Return the true duration of a step in these tests."""
     return 1e-3 + 1e-4 * tokens + 1e-8 * num_pairs
 
 
 def measured_steps():
-    """Step times after some prefills and decodes."""
+    """Return step times after some prefills and decodes."""
     steps = StepTimes()
     for start in range(0, 4096, 512):
         steps.note(512, pairs(start, start + 512), step_s(512, pairs(start, start + 512)))
@@ -38,7 +38,7 @@ def test_pairs_are_the_sum_of_context_lengths(start, end):
 
 
 def test_steps_are_estimated_with_and_without_their_constant():
-    """A prefill may be longer than any step that was seen."""
+    """A prefill may be longer than any observed step."""
     steps = measured_steps()
     whole = steps.seconds(8192, pairs(0, 8192))
     assert whole == pytest.approx(step_s(8192, pairs(0, 8192)), rel=0.01)
@@ -54,8 +54,8 @@ def test_nothing_is_known_at_first():
     assert rates.as_dict() == {}
 
 
-def test_tiers_are_measured_apart():
-    """What SSD takes says nothing of DRAM."""
+def test_tiers_are_measured_separately():
+    """Loads from SSD say nothing about DRAM."""
     loads = LoadTimes()
     for tokens in (100, 1000, 4000, 9000):
         loads.note("ssd", tokens, 0.01 + tokens * 1e-4)
@@ -68,7 +68,7 @@ def test_tiers_are_measured_apart():
     )
 
 
-def test_people_see_what_is_known():
+def test_known_rates_are_shown():
     """Prefill as tokens per second of a prompt of 1,024."""
     rates = Rates()
     rates.steps = measured_steps()
@@ -82,8 +82,8 @@ def test_people_see_what_is_known():
 # ------------------------------------------------------------------------------- load or recompute
 
 
-def measured(load_latency_s=0.05, load_token_s=1e-5):
-    """Rates of a machine on which a token takes 0.1 ms, or less to load after a latency."""
+def measured_rates(load_latency_s=0.05, load_token_s=1e-5):
+    """Return rates of a machine that computes a token in 0.1 ms, and loads it after a latency."""
     rates = Rates()
     for start in range(0, 4096, 512):
         num_pairs = pairs(start, start + 512)
@@ -96,23 +96,24 @@ def measured(load_latency_s=0.05, load_token_s=1e-5):
 
 @pytest.mark.parametrize(("start", "end", "is_loaded"), [(0, 4000, True), (0, 300, False)])
 def test_a_short_history_is_recomputed_and_a_long_one_loaded(start, end, is_loaded):
-    """The latency of a load has to pay."""
+    """The latency of a load has to pay off."""
     assert (
-        LoadChooser(measured()).should_load(LoadPolicy.AUTO, "ssd", start, end, IDLE) is is_loaded
+        LoadChooser(measured_rates()).should_load(LoadPolicy.AUTO, "ssd", start, end, IDLE)
+        is is_loaded
     )
 
 
-def test_tokens_late_in_a_session_are_dearer_to_recompute():
+def test_late_tokens_of_a_session_cost_more_to_recompute():
     """They attend to more keys, so that the same number of tokens is worth a load."""
-    chooser = LoadChooser(measured())
+    chooser = LoadChooser(measured_rates())
     assert not chooser.should_load(LoadPolicy.AUTO, "ssd", 0, 500, IDLE)
     assert chooser.should_load(LoadPolicy.AUTO, "ssd", 8000, 8500, IDLE)
 
 
-def test_a_turn_waits_for_an_ssd_if_computing_would_keep_others_waiting():
-    """For copying it as well, so that a load counts for them as far as one from DRAM takes."""
+def test_a_turn_waits_for_ssd_if_computing_would_delay_others():
+    """Copying delays them as well: a load counts for them like one from DRAM."""
     busy = Traffic(num_waiting=3, num_places=100)
-    rates = measured()
+    rates = measured_rates()
     assert LoadChooser(rates).should_load(LoadPolicy.AUTO, SSD, 0, 300, busy)
     for tokens in (100, 1000, 3000, 9000):
         rates.loads.note(DRAM, tokens, 0.04 + tokens * 1e-5)
@@ -120,15 +121,15 @@ def test_a_turn_waits_for_an_ssd_if_computing_would_keep_others_waiting():
     assert not LoadChooser(rates).should_load(LoadPolicy.AUTO, DRAM, 0, 300, busy)
 
 
-def test_what_was_never_measured_is_loaded():
-    """Else it would never be."""
+def test_an_unmeasured_tier_is_loaded_from():
+    """Otherwise it would never be measured."""
     assert LoadChooser(Rates()).should_load(LoadPolicy.AUTO, "ssd", 0, 10, IDLE)
-    assert LoadChooser(measured()).should_load(LoadPolicy.AUTO, "dram", 0, 10, IDLE)
+    assert LoadChooser(measured_rates()).should_load(LoadPolicy.AUTO, "dram", 0, 10, IDLE)
 
 
-def test_a_refusal_is_put_to_the_test_now_and_then():
-    """So that an estimate from a bad moment is corrected; the tiers count apart."""
-    rates = measured()
+def test_a_refused_load_is_tried_now_and_then():
+    """So that a wrong estimate is corrected; the tiers count separately."""
+    rates = measured_rates()
     for tokens in (100, 1000, 3000, 9000):
         rates.loads.note("remote", tokens, 1.0)
     chooser = LoadChooser(rates)
@@ -141,23 +142,23 @@ def test_a_refusal_is_put_to_the_test_now_and_then():
     ]  # fmt: skip
 
 
-def test_always_and_never_ask_no_estimate():
+def test_always_and_never_use_no_estimate():
     """For ablations and tests."""
-    chooser = LoadChooser(measured())
+    chooser = LoadChooser(measured_rates())
     assert chooser.should_load(LoadPolicy.ALWAYS, "ssd", 0, 1, IDLE)
     assert not chooser.should_load(LoadPolicy.NEVER, "ssd", 0, 100_000, IDLE)
 
 
-def test_people_see_the_pace_of_a_prefill_of_a_thousand_tokens():
-    """From the first one on, with what a step takes anyway; and what one token takes."""
+def test_the_shown_rate_is_of_a_prefill_of_a_thousand_tokens():
+    """From the first one on, with a step's constant; and the time of one token."""
     steps = measured_steps()
     pace = steps.as_dict()["prefill_tokens_per_s"]
     assert pace == 1024 / steps.seconds(1024, pairs(0, 1024))
     assert pace == pytest.approx(1024 / step_s(1024, pairs(0, 1024)), rel=0.01)
 
 
-def test_only_the_tokens_that_would_be_computed_count():
-    """However many come before them; those are attended to, and no more."""
+def test_only_computed_tokens_count():
+    """However many come before them, which are only attended to."""
     rates = Rates()
     rates.steps = measured_steps()
     for _ in range(8):
@@ -165,8 +166,8 @@ def test_only_the_tokens_that_would_be_computed_count():
     assert not LoadChooser(rates).should_load(LoadPolicy.AUTO, "dram", 100_000, 101_000, IDLE)
 
 
-def test_what_a_drafted_token_adds_is_known_once_steps_have_differed():
-    """A batch of one size says what a step takes, and not what a token does."""
+def test_the_cost_of_a_drafted_token_is_known_once_steps_differ():
+    """Batches of one size tell a step's duration, but not a token's."""
     times = DecodeTimes()
     for _ in range(10):
         times.note(4, 1.4, is_replayed=False)
@@ -179,8 +180,8 @@ def test_what_a_drafted_token_adds_is_known_once_steps_have_differed():
     assert cost.token == pytest.approx(0.1)
 
 
-def test_a_step_that_is_replayed_has_a_price_of_its_own():
-    """By its number of tokens; what was not replayed yet costs what computing does."""
+def test_a_replayed_step_has_its_own_cost():
+    """By its number of tokens; one that was not replayed yet costs what computing does."""
     times = DecodeTimes()
     for num_tokens in (1, 2, 4, 9, 17) * 4:
         times.note(num_tokens, 1.0 + 0.1 * num_tokens, is_replayed=False)
@@ -191,9 +192,9 @@ def test_a_step_that_is_replayed_has_a_price_of_its_own():
     assert times.cost(3).plain == times.cost(3).drafted
 
 
-def test_a_session_that_is_fetched_is_waited_for_while_that_may_pay():
-    """As long as computing it takes, without what copying it takes; with others behind longer."""
-    rates, policy = measured(), LoadPolicy.AUTO
+def test_a_fetched_session_is_waited_for_while_it_may_pay():
+    """As long as computing takes, without its copying; longer with others behind."""
+    rates, policy = measured_rates(), LoadPolicy.AUTO
     computed_s = rates.steps.added_seconds(2000, pairs(0, 2000))
     chooser = LoadChooser(rates)
     assert chooser.fetch_wait_s(policy, 2000, IDLE, 9.0) == computed_s
@@ -206,8 +207,8 @@ def test_a_session_that_is_fetched_is_waited_for_while_that_may_pay():
     assert waited_s == pytest.approx(computed_s - copied_s)
 
 
-def test_a_wait_that_no_estimate_bounds():
-    """Has the bound of a load, if its turn is to be loaded, or nothing is known yet."""
+def test_a_wait_without_an_estimate():
+    """It has the bound of a load, if its turn is to be loaded, or nothing is known yet."""
     assert LoadChooser(Rates()).fetch_wait_s(LoadPolicy.AUTO, 2000, IDLE, 9.0) == 9.0
     for policy, wait_s in ((LoadPolicy.ALWAYS, 9.0), (LoadPolicy.NEVER, 0.0)):
-        assert LoadChooser(measured()).fetch_wait_s(policy, 2000, IDLE, 9.0) == wait_s
+        assert LoadChooser(measured_rates()).fetch_wait_s(policy, 2000, IDLE, 9.0) == wait_s

@@ -1,4 +1,4 @@
-"""Fits that outlive noise, stalls, monotony and change."""
+"""Fits that withstand noise, stalls, monotony and change."""
 
 from random import Random
 
@@ -18,13 +18,13 @@ from inference_svc.core.rates.running_fit import (
 TRUTH = (2e-3, 1e-4, 2e-9)
 
 
-def seeded(seed):
-    """Numbers that are the same in each run."""
+def random_numbers(seed):
+    """Return random numbers that are the same in each run."""
     return Random(seed)  # noqa: S311  # test data
 
 
 def work(rng):
-    """Steps as a service makes them: mostly decodes, some chunks of prefill."""
+    """Yield steps as a service makes them: mostly decodes, some chunks of prefill."""
     if rng.random() < 0.7:
         tokens = rng.randint(1, 8)
         return 1, tokens, tokens * rng.randint(100, 4000)
@@ -33,7 +33,7 @@ def work(rng):
 
 
 def true_s(terms, truth=TRUTH):
-    """What work takes."""
+    """Return the true duration of work."""
     return sum(c * term for c, term in zip(truth, terms, strict=True))
 
 
@@ -46,7 +46,7 @@ def feed(fit, rng, count, *, slowness=1.0, noise=0.05, stall_every=1000):
 
 
 def mean_error(fit, rng, slowness=1.0):
-    """Mean relative error of the estimates for twenty steps."""
+    """Return the mean relative error of the estimates for twenty steps."""
     steps = [work(rng) for _ in range(20)]
     errors = [abs(fit.seconds(terms) / (slowness * true_s(terms)) - 1) for terms in steps]
     return sum(errors) / len(errors)
@@ -54,7 +54,7 @@ def mean_error(fit, rng, slowness=1.0):
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3), st.randoms(use_true_random=False))
 def test_known_coefficients_are_recovered_without_noise(shares, rng):
-    """Whatever the shares of constant, tokens and pairs."""
+    """With any shares of constant, tokens and pairs."""
     truth = (shares[0], shares[1] / 100, shares[2] / 1e6)
     fit = RunningFit(3)
     for _ in range(60):
@@ -68,15 +68,15 @@ def test_known_coefficients_are_recovered_without_noise(shares, rng):
 @given(st.integers(0, 10_000))
 def test_stalls_and_noise_do_not_ruin_estimates(seed):
     """One step of ten takes ten times as long; estimates stay close."""
-    rng = seeded(seed)
+    rng = random_numbers(seed)
     fit = RunningFit(3)
     feed(fit, rng, 200, noise=0.1, stall_every=10)
     assert mean_error(fit, rng) < 0.15
 
 
 def test_one_stalled_step_changes_almost_nothing():
-    """Not even if work like that was hardly seen before."""
-    rng = seeded(1)
+    """Even if similar work was rarely observed before."""
+    rng = random_numbers(1)
     fit = RunningFit(3)
     feed(fit, rng, 100)
     before = fit.seconds((1, 512, 131328))
@@ -86,8 +86,8 @@ def test_one_stalled_step_changes_almost_nothing():
 
 
 def test_a_slow_first_step_is_outvoted():
-    """The first forward warms caches up; a few more are enough."""
-    rng = seeded(2)
+    """The first forward warms up caches; a few more are enough."""
+    rng = random_numbers(2)
     fit = RunningFit(3)
     fit.note((1, 512, 131328), 10 * true_s((1, 512, 131328)))
     feed(fit, rng, 60)
@@ -96,10 +96,10 @@ def test_a_slow_first_step_is_outvoted():
 
 @pytest.mark.parametrize("slowness", [0.1, 0.5, 2.0, 10.0])
 def test_a_lasting_change_is_followed_within_tens_of_observations(slowness):
-    """Work gets slower or faster for good, and estimates with it."""
+    """Work gets slower or faster permanently, and estimates follow."""
     errors = []
     for seed in range(10):
-        rng = seeded(seed)
+        rng = random_numbers(seed)
         fit = RunningFit(3)
         feed(fit, rng, 200, stall_every=30)
         feed(fit, rng, 60, slowness=slowness, stall_every=30)
@@ -112,7 +112,7 @@ PREFILL, DECODE = (1, 512), (1, 1)
 
 
 def steady():
-    """What prefill and decodes take, known for certain: seconds, and hundredths of them."""
+    """Make a fit of prefill and decodes with known times: seconds, and hundredths of them."""
     fit = RunningFit(2)
     for _ in range(GROUP_LENGTH):
         fit.note(PREFILL, 1.0)
@@ -120,16 +120,16 @@ def steady():
     return fit
 
 
-def test_strange_times_that_are_not_in_a_row_are_no_change():
-    """One that is as usual between them says that nothing has changed."""
+def test_outliers_that_are_not_consecutive_are_no_change():
+    """A usual one between them shows that nothing has changed."""
     fit = steady()
     for seconds in (*[0.1] * (RUN - 1), 0.01, *[0.1] * (RUN - 1)):
         fit.note(DECODE, seconds)
     assert fit.seconds(PREFILL) == pytest.approx(1.0, rel=0.01)
 
 
-def test_work_that_was_seen_often_enough_tells_of_a_change():
-    """Of its kind, not of all: what is strange to any kind counts, in a row."""
+def test_consecutive_outliers_of_well_observed_kinds_are_a_change():
+    """Each kind needs enough observations of its own; outliers of several kinds count together."""
     fit = RunningFit(2)
     for _ in range(GROUP_LENGTH):
         fit.note(PREFILL, 1.0)
@@ -142,8 +142,8 @@ def test_work_that_was_seen_often_enough_tells_of_a_change():
     assert fit.seconds(PREFILL) == pytest.approx(10.0, rel=0.01)
 
 
-def test_half_the_time_is_not_strange():
-    """Shapes of one kind differ by as much: nothing else is scaled by it."""
+def test_half_the_time_is_no_outlier():
+    """Shapes of one kind differ by as much: estimates of other kinds are not scaled."""
     fit = steady()
     for _ in range(RUN):
         fit.note(DECODE, 0.005)
@@ -151,7 +151,7 @@ def test_half_the_time_is_not_strange():
 
 
 def test_a_change_is_followed_once():
-    """What is known is of the new speed: a stall after it is a stall, and no other change."""
+    """Estimates have the new speed then: a later stall is a stall, and no other change."""
     fit = steady()
     for _ in range(RUN):
         fit.note(DECODE, 0.1)
@@ -160,9 +160,9 @@ def test_a_change_is_followed_once():
     assert fit.seconds(PREFILL) == pytest.approx(10.0, rel=0.01)
 
 
-def test_a_thousand_decodes_do_not_forget_what_prefill_takes():
-    """A new observation only replaces what it says something about."""
-    rng = seeded(3)
+def test_a_thousand_decodes_do_not_erase_the_time_of_prefill():
+    """A new observation only replaces those of similar work."""
+    rng = random_numbers(3)
     fit = RunningFit(3)
     feed(fit, rng, 100)
     for number in range(1000):
@@ -171,8 +171,8 @@ def test_a_thousand_decodes_do_not_forget_what_prefill_takes():
     assert fit.seconds((1, 512, 131328)) == pytest.approx(true_s((1, 512, 131328)), rel=0.2)
 
 
-def test_nothing_is_known_of_work_unlike_all_that_was_seen():
-    """Decodes of one length do not show what a token costs; an estimate would be made up."""
+def test_unobserved_kinds_of_work_have_no_estimate():
+    """Decodes of one length do not show the cost of a token; an estimate would be arbitrary."""
     fit = RunningFit(3)
     for _ in range(2):
         fit.note((1, 1, 100), 0.002)
@@ -185,7 +185,7 @@ def test_nothing_is_known_of_work_unlike_all_that_was_seen():
 
 
 def test_estimates_are_never_negative():
-    """Times that fall with the work (noise) give a coefficient of zero."""
+    """Times that decrease with the work (noise) give a coefficient of zero."""
     fit = RunningFit(2)
     for tokens in (1, 100, 1000, 10_000):
         fit.note((1, tokens), 1 / tokens)
@@ -195,15 +195,15 @@ def test_estimates_are_never_negative():
 
 def test_memory_is_bounded():
     """However many shapes of work there are."""
-    rng = seeded(4)
+    rng = random_numbers(4)
     fit = RunningFit(3)
     for _ in range(500):
         fit.note((1, 2 ** rng.randrange(12), 2 ** rng.randrange(30)), rng.random())
     assert len(fit._groups) == MAX_GROUPS
 
 
-def test_work_that_took_no_time_is_taken():
-    """A coarse clock may say so."""
+def test_a_duration_of_zero_is_accepted():
+    """A coarse clock may report it."""
     fit = RunningFit(2)
     for tokens in (1, 10, 100):
         fit.note((1, tokens), 0.0)
@@ -212,7 +212,7 @@ def test_work_that_took_no_time_is_taken():
 
 @given(st.lists(st.tuples(*[st.integers(0, 50)] * 3, st.integers(1, 100)), min_size=1, max_size=8))
 def test_no_small_step_fits_better(rows):
-    """The solution is the best one ≥ 0: no coefficient can be moved to lessen the error."""
+    """The solution is the best one ≥ 0: no change of a coefficient lowers the error."""
     matrix = [[float(sum(r[i] * r[j] for r in rows)) for j in range(3)] for i in range(3)]
     vector = [float(sum(r[i] * r[3] for r in rows)) for i in range(3)]
     found = least_squares(matrix, vector)

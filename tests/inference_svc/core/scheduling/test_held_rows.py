@@ -46,7 +46,7 @@ def submit(scheduler, number, num_tokens=100, max_tokens=5, **attributes):
 
 
 def step(scheduler, *, ends_copies=True):
-    """Plan, announce what is admitted, and compute; returns the plan."""
+    """Plan, announce admitted requests, and compute; return the plan."""
     plan = scheduler.schedule(3)
     for admission in plan.admitted:
         request = admission.request
@@ -66,7 +66,7 @@ def step(scheduler, *, ends_copies=True):
 
 
 def finish(scheduler, request):
-    """Compute all of it, and keep it."""
+    """Compute all of a request, and keep it."""
     while request.num_sampled < request.max_tokens:
         step(scheduler)
     scheduler.end(request, RequestEvent.FINISH, 3)
@@ -74,7 +74,7 @@ def finish(scheduler, request):
     scheduler.residents.note_boundary(request.key, 0)
 
 
-def test_slots_of_long_sequences_are_counted_as_they_are():
+def test_slots_of_long_sequences_have_more_than_a_token():
     """Behind the rows of layers with a window a slot holds more than a token."""
     slots = ContiguousSlots(100, ROWS)
     assert [slots.needed_for(n) for n in (10, 32, 33, 36, 100)] == [10, 32, 33, 33, 49]
@@ -84,7 +84,7 @@ def test_slots_of_long_sequences_are_counted_as_they_are():
 
 
 @pytest.mark.parametrize(("held_rows", "num_admitted"), [(ROWS, 3), (None, 1)])
-def test_as_many_run_as_their_bytes_have_room(held_rows, num_admitted):
+def test_as_many_requests_run_as_fit_by_bytes(held_rows, num_admitted):
     """A hundred tokens take half a hundred slots."""
     scheduler = make(held_rows=held_rows)
     for number in range(4):
@@ -93,7 +93,7 @@ def test_as_many_run_as_their_bytes_have_room(held_rows, num_admitted):
 
 
 def test_a_turn_may_have_more_tokens_than_there_are_slots():
-    """What bounds it is what its bytes have room for."""
+    """Only its bytes limit it."""
     scheduler = make(kv_slots=49)
     request = submit(scheduler, 1, num_tokens=96)
     finish(scheduler, request)
@@ -103,7 +103,7 @@ def test_a_turn_may_have_more_tokens_than_there_are_slots():
 
 
 def test_windows_move_with_the_steps():
-    """There are rows for what a step computes, and before it those that it attends to."""
+    """There are rows for a step's tokens, and for those that they attend to."""
     scheduler = make()
     request = submit(scheduler, 1, max_tokens=40)
     seen = set()
@@ -120,8 +120,8 @@ def test_windows_move_with_the_steps():
 
 
 @pytest.mark.parametrize(("num_back", "is_used"), [(5, True), (60, False)])
-def test_a_resident_that_has_left_a_place_is_of_no_use_there(num_back, is_used):
-    """Not far back it is: as many tokens as stay before the window."""
+def test_a_resident_that_has_left_a_place_is_useless_there(num_back, is_used):
+    """Not if it is near: some tokens before the window stay."""
     scheduler = make()
     finish(scheduler, submit(scheduler, 1))
     again = submit(scheduler, 1, num_tokens=100 - num_back, first=1000)
@@ -130,12 +130,12 @@ def test_a_resident_that_has_left_a_place_is_of_no_use_there(num_back, is_used):
     assert bool(again.window_from) == is_used
 
 
-def test_a_copy_holds_no_more_than_its_first_step_has_rows_for():
-    """It may be under way still; then nothing can move."""
+def test_a_copy_has_no_more_tokens_than_its_first_step_has_rows_for():
+    """It may still be active; then no window can move."""
     scheduler = make()
     one = submit(scheduler, 1, num_tokens=64, max_tokens=1)
     finish(scheduler, one)
-    # With as many rows as there are tokens before the window: more than a step leaves.
+    # With as many rows as there are tokens before the window: more than a step needs.
     resident = scheduler.residents.get(one.key)
     assert 64 - resident.window_from > ROWS.kept_tokens
     two = submit(scheduler, 2, num_tokens=90, first=1000)
@@ -144,8 +144,8 @@ def test_a_copy_holds_no_more_than_its_first_step_has_rows_for():
     assert two.window_from == 64 - ROWS.kept_tokens
 
 
-def test_who_is_copied_waits_before_its_window_moves():
-    """It goes on when the copy is there; meanwhile others do, and itself as far as it has rows."""
+def test_a_request_that_is_copied_waits_before_its_window_moves():
+    """It continues after the copy; others do meanwhile, and it does as far as it has rows."""
     scheduler = make(kv_slots=400, answer_tokens=100)
     leader = submit(scheduler, 1, num_tokens=40, max_tokens=100)
     while leader.num_sampled < 2:
@@ -163,8 +163,8 @@ def test_who_is_copied_waits_before_its_window_moves():
     assert leader.window_from > held
 
 
-def test_a_step_takes_no_more_of_a_prompt_than_there_are_rows_for():
-    """The rest of its bound is another's."""
+def test_a_step_computes_no_more_of_a_prompt_than_there_are_rows_for():
+    """Others get the rest of the step's tokens."""
     scheduler = make(step_tokens=40, kv_slots=400)
     one, two = (submit(scheduler, number, num_tokens=64) for number in (1, 2))
     step(scheduler)
@@ -175,7 +175,7 @@ def test_a_step_takes_no_more_of_a_prompt_than_there_are_rows_for():
 PAGES = {"page_tokens": 4, "page_groups": page_groups(1, 2, ROWS.num_rows, 4), "answer_tokens": 100}
 
 
-def test_as_many_run_on_pages_as_these_have_room_for():
+def test_as_many_requests_run_as_have_pages():
     """Of groups with a window a sequence of any length has the same number."""
     groups = PAGES["page_groups"]
     assert groups.window_pages == 9
@@ -187,8 +187,8 @@ def test_as_many_run_on_pages_as_these_have_room_for():
         assert {len(some) for some in pages} == {25 + 2 * 9}
 
 
-def test_who_is_shared_with_gets_other_pages_before_it_writes_there():
-    """The plan says so; nobody waits, and nothing is copied."""
+def test_a_sharing_request_gets_other_pages_before_it_writes_there():
+    """The plan has them; no request waits, and nothing is copied."""
     scheduler = make(**PAGES, kv_slots=800)
     leader = submit(scheduler, 1, num_tokens=40, max_tokens=100)
     while leader.num_sampled < 2:

@@ -1,4 +1,4 @@
-"""Slots that are counted, and slots on pages that several hold."""
+"""Counted slots, and slots on pages that several holdings share."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def freed_by(slots, holdings):
 
 
 @pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
-def test_what_nobody_needs_may_be_evicted(slots):
+def test_unneeded_slots_may_be_evicted(slots):
     """A resident's slots count as evictable, until a turn or a copy needs them again."""
     one, other = slots.take(12), slots.take(8)
     assert (slots.free_slots, slots.evictable_slots) == (20, 0)
@@ -41,8 +41,8 @@ def test_what_nobody_needs_may_be_evicted(slots):
 
 
 @pytest.mark.parametrize("slots", [ContiguousSlots(40), PagedSlots(10, 4)])
-def test_no_more_than_there_is(slots):
-    """A bug in the planner ends here, not in memory."""
+def test_slots_cannot_be_overdrawn(slots):
+    """A bug in the planner fails here, not in memory."""
     slots.take(36)
     with pytest.raises(AssertionError, match="more is reserved"):
         slots.take(8)
@@ -61,8 +61,8 @@ def test_slots_side_by_side_are_one_piece():
     assert slots.num_shared(one, 0) == 0
 
 
-def test_pages_are_whole():
-    """Room for a token more is a page more."""
+def test_holdings_have_whole_pages():
+    """Room for one more token is one more page."""
     slots = PagedSlots(10, 4)
     assert [slots.needed_for(n) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
     one = slots.take(20)
@@ -73,7 +73,7 @@ def test_pages_are_whole():
     slots.check([one])
 
 
-def test_a_sequence_s_pages_lie_side_by_side_where_they_can():
+def test_the_pages_of_a_sequence_are_adjacent_where_possible():
     """The page behind its last one is taken if it is free, whatever is free below."""
     slots = PagedSlots(10, 1)
     low, middle = slots.take(3), slots.take(2)
@@ -84,7 +84,7 @@ def test_a_sequence_s_pages_lie_side_by_side_where_they_can():
 
 
 def test_shared_pages_are_counted_once():
-    """Who goes first frees what is its own; the last one frees the rest."""
+    """The first holding frees its own pages; the last one frees the shared ones."""
     slots = PagedSlots(10, 4)
     one = slots.take(20)
     other = slots.share(one, 12)
@@ -109,8 +109,8 @@ def test_shared_pages_are_counted_once():
     assert slots.free_slots == 40
 
 
-def test_who_writes_to_a_shared_page_gets_another():
-    """From the first token that is written on; the others keep theirs."""
+def test_a_writer_to_a_shared_page_gets_another():
+    """From the first written token on; the other holdings keep theirs."""
     slots = PagedSlots(10, 4)
     one = slots.take(16)
     other = slots.share(one, 12)
@@ -126,7 +126,7 @@ def test_who_writes_to_a_shared_page_gets_another():
 
 
 def test_pages_that_are_freed_often_are_found():
-    """The list of what may be free does not grow for ever."""
+    """The list of possibly free pages does not grow for ever."""
     slots = PagedSlots(6, 1)
     for _ in range(100):
         one, other = slots.take(2), slots.take(3)
@@ -148,8 +148,8 @@ ACTS = st.lists(
 
 @given(acts=ACTS, page_tokens=st.integers(1, 5))
 @settings(max_examples=examples(200), deadline=None)
-def test_any_order_of_events_keeps_the_account(acts, page_tokens):
-    """What is free, needed and evictable is what the holdings say."""
+def test_any_order_of_events_keeps_the_accounts(acts, page_tokens):
+    """Free, needed and evictable slots follow from the holdings."""
     slots, holdings = PagedSlots(12, page_tokens), []
     for act, chosen, num_tokens in acts:
         if act == "take":
@@ -162,7 +162,7 @@ def test_any_order_of_events_keeps_the_account(acts, page_tokens):
 
 
 def do(act, slots, holdings, holding, num_tokens):
-    """What may be done to a holding, if it may."""
+    """Return the operations that a holding allows."""
     if act == "share":
         holdings.append(slots.share(holding, num_tokens))
     elif act == "extend" and holding.num_users:

@@ -1,11 +1,11 @@
-"""A request whose window is full: it waits in its place until its context is cut, and goes on."""
+"""A request whose window is full: it waits in place until its context is cut, and continues."""
 
 import pytest
 
 from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from shared.types.queue_feed import QueueFeed
 from tests.inference_svc.core.scheduling.test_scheduler import (
-    admitted,
+    admitted_numbers,
     announce,
     make,
     run,
@@ -17,18 +17,18 @@ from tests.inference_svc.core.scheduling.test_scheduler import (
 OLDEST_HALF = [(0, 6)]
 
 
-def overflowed(scheduler, number=1, **attributes):
-    """A request that has just filled its window of 12, and the plan that says so."""
+def overflow_window(scheduler, number=1, **attributes):
+    """Make a request that has just filled its window of 12, and return the plan that says so."""
     full = run(scheduler, number, max_tokens=100, window_tokens=12, **attributes)
     while not full.is_overflowing:
         step(scheduler)
     return full, scheduler.schedule(9)
 
 
-def test_a_full_window_sends_a_request_back_with_its_rows_protected():
-    """Its sequence KV is its session's resident, which nobody may have meanwhile."""
+def test_a_full_window_returns_a_request_with_its_rows_protected():
+    """Its sequence KV is its session's resident, which no other request may evict."""
     scheduler = make(kv_slots=30)
-    full, plan = overflowed(scheduler)
+    full, plan = overflow_window(scheduler)
     assert plan.overflowed == (full,)
     assert plan.preempted == plan.chunks == plan.admitted == ()
     assert full.state is RequestState.WAITING
@@ -38,13 +38,13 @@ def test_a_full_window_sends_a_request_back_with_its_rows_protected():
     scheduler.check()
 
 
-def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up():
-    """Not before, and nobody is admitted whose place is behind its own."""
+def test_it_continues_in_place_after_its_context_is_cut_and_compacted():
+    """Not before, and no request behind it is admitted first."""
     scheduler = make(kv_slots=30)
-    full, _ = overflowed(scheduler)
+    full, _ = overflow_window(scheduler)
     submit(scheduler, 2)
     scheduler.truncate(full, OLDEST_HALF)
-    assert admitted(scheduler.schedule(10)) == []
+    assert admitted_numbers(scheduler.schedule(10)) == []
     assert scheduler.residents.end_compaction(full.key, full.token_ids[: full.computed_tokens])
     plan = scheduler.schedule(11)
     (admission, _) = plan.admitted
@@ -59,10 +59,10 @@ def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up
     assert full.computed_tokens == 7
 
 
-def test_without_its_rows_it_is_admitted_to_find_them_again():
-    """On a sequence's KV of its own, from wherever they are."""
+def test_without_its_rows_it_is_admitted_to_load_them():
+    """With a new sequence KV, from wherever they are."""
     scheduler = make()
-    full, _ = overflowed(scheduler)
+    full, _ = overflow_window(scheduler)
     scheduler.truncate(full, OLDEST_HALF)
     assert not scheduler.residents.end_compaction(full.key, [])
     plan = scheduler.schedule(10)
@@ -70,10 +70,10 @@ def test_without_its_rows_it_is_admitted_to_find_them_again():
 
 
 def test_others_are_stepped_meanwhile():
-    """Their answers go on, step by step."""
+    """Their answers continue, step by step."""
     scheduler = make(kv_slots=300)
     other = run(scheduler, 2, max_tokens=100)
-    full, plan = overflowed(scheduler)
+    full, plan = overflow_window(scheduler)
     for _ in range(5):
         assert sizes(plan) == [(2, 1)]
         _, plan = step(scheduler)
@@ -82,9 +82,9 @@ def test_others_are_stepped_meanwhile():
 
 
 def test_a_higher_priority_goes_first():
-    """The place it keeps is among its equals."""
+    """It keeps its place among its equals."""
     scheduler = make(kv_slots=300)
-    full, _ = overflowed(scheduler)
+    full, _ = overflow_window(scheduler)
     high = submit(scheduler, 3, priority=1)
     assert scheduler.schedule(10).admitted[0].request is high
     assert full.state is RequestState.WAITING
@@ -109,18 +109,18 @@ def test_a_context_longer_than_its_window_is_not_submitted():
         submit(scheduler, 1, prompt_tokens=13, window_tokens=12)
 
 
-def test_a_cut_that_drops_nothing_is_a_broken_invariant():
+def test_a_cut_that_drops_nothing_violates_an_invariant():
     """The request would overflow again at once, for ever."""
     scheduler = make()
-    full, _ = overflowed(scheduler)
+    full, _ = overflow_window(scheduler)
     with pytest.raises(AssertionError, match="for ever"):
         scheduler.truncate(full, [])
 
 
-def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
-    """The resident is what remains, until whoever moves its rows lets go."""
+def test_a_cancelled_request_leaves_the_queue_during_compaction():
+    """The resident remains until the compaction has released it."""
     scheduler = make()
-    full, _ = overflowed(scheduler)
+    full, _ = overflow_window(scheduler)
     scheduler.truncate(full, OLDEST_HALF)
     scheduler.end(full, RequestEvent.CANCEL, 10)
     scheduler.release_kv(full)
@@ -131,10 +131,10 @@ def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     scheduler.check()
 
 
-def test_the_store_is_told_of_the_shorter_history():
-    """It reads ahead what there is, not what there was."""
+def test_the_store_gets_the_shorter_history():
+    """It reads the remaining blocks ahead, not the old ones."""
     scheduler = make()
-    full, _ = overflowed(scheduler, history_tokens=8)
+    full, _ = overflow_window(scheduler, history_tokens=8)
     scheduler.truncate(full, OLDEST_HALF)
     assert isinstance(scheduler.feed, QueueFeed)
     (job,) = scheduler.feed.next_update(10).change.waiting

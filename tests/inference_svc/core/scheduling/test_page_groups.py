@@ -1,4 +1,4 @@
-"""Pages of groups of layers, of which some have as many as a window takes."""
+"""Pages of groups of layers, some of which have only a window's pages."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ GROUPS = PageGroups(num_full=1, num_windowed=2, window_pages=3)
 
 
 def test_groups_have_room_for_a_window_wherever_it_begins():
-    """A page more than its tokens fill, but for those of which there is only one."""
+    """A page more than its tokens fill, except for groups with a single one."""
     assert [page_groups(1, 1, rows, 4).window_pages for rows in (1, 2, 4, 5, 6, 9)] == [
         *(1, 2, 2, 2, 3, 3),
     ]
@@ -24,7 +24,7 @@ def test_groups_have_room_for_a_window_wherever_it_begins():
 
 
 def test_the_first_pages_are_those_of_the_first_tokens():
-    """Of the groups with a window the fourth is where the first was."""
+    """For groups with a window the fourth is in the first one's place."""
     pages = list(range(100, 111))
     assert [GROUPS.num_pages(count) for count in range(6)] == [0, 3, 6, 9, 10, 11]
     assert GROUPS.tables(pages) == [
@@ -41,7 +41,7 @@ ANY = st.builds(PageGroups, st.integers(1, 3), st.integers(1, 3), st.integers(1,
 
 @given(groups=st.one_of(ANY, st.just(PLAIN)), count=st.integers(0, 12), more=st.integers(0, 6))
 def test_tables_and_counts_agree(groups, count, more):
-    """Which page is whose follows from its place."""
+    """The place of a page determines its group."""
     num_pages = groups.num_pages(count)
     assert groups.count_in(num_pages) == count
     if more < groups.num_pages(count + 1) - num_pages:
@@ -55,7 +55,7 @@ def test_tables_and_counts_agree(groups, count, more):
 
 
 def test_long_sequences_take_fewer_slots():
-    """A page of each group for the window's tokens, then one of those without a window."""
+    """A page of each group for the window's tokens, then only those without a window."""
     slots = PagedSlots(30, 4, GROUPS)
     assert [slots.needed_for(tokens) for tokens in (0, 1, 4, 5, 12, 13, 40)] == [
         *(0, 12, 12, 24, 36, 40, 64)
@@ -69,18 +69,19 @@ def test_long_sequences_take_fewer_slots():
     slots.check([one])
 
 
-def shared():
-    """Two holdings of 40 tokens, and one that shares the first 24 of the first's."""
+def share_pages():
+    """Make two holdings of 40 tokens, and one that shares the first 24 of the first's."""
     slots = PagedSlots(60, 4, GROUPS)
     one = slots.take(slots.needed_for(24))
     other = slots.share(one, 24, window_from=18)
     return slots, one, other
 
 
-def test_of_what_is_shared_only_pages_without_a_window_are_saved():
-    """Who shares a window's pages has as many of its own to come."""
-    slots, one, other = shared()
-    assert (one.num_slots, other.num_slots) == (48, 40)  # pages 4 and 5: the third is another's
+def test_sharing_saves_pages_without_a_window_only():
+    """A holding that shares a window's pages will need as many of its own."""
+    slots, one, other = share_pages()
+    # pages 4 and 5: the third belongs to another holding
+    assert (one.num_slots, other.num_slots) == (48, 40)
     assert slots.needed_for(24) - slots.shared_slots(24) == 24
     assert slots.free_slots == 240 - 48 - 16
     slots.extend(other, slots.needed_for(24) - other.num_slots)
@@ -100,9 +101,9 @@ def test_of_what_is_shared_only_pages_without_a_window_are_saved():
     slots.check([one, other])
 
 
-def test_who_writes_to_a_window_s_page_that_others_hold_gets_another():
-    """There is always one, and nobody wants what was there."""
-    slots, one, other = shared()
+def test_a_writer_to_a_shared_page_of_a_window_gets_another():
+    """There always is one, and its old contents are not needed."""
+    slots, one, other = share_pages()
     slots.extend(other, slots.needed_for(24) - other.num_slots)
     slots.extend(one, slots.needed_for(40) - one.num_slots)
     slots.take(slots.free_slots // 4 * 4)
@@ -121,9 +122,9 @@ def test_who_writes_to_a_window_s_page_that_others_hold_gets_another():
     assert slots.free_slots == 0
 
 
-def test_a_window_s_pages_stay_shared_as_far_as_they_are_not_written():
-    """Of a resident that goes on behind a token."""
-    slots, one, other = shared()
+def test_a_windows_pages_stay_shared_until_they_are_written():
+    """The holder is a resident that continues behind a token."""
+    slots, one, other = share_pages()
     slots.extend(other, slots.needed_for(24) - other.num_slots)
     assert slots.num_shared(one, 20) == 4
     free = slots.free_slots
@@ -135,8 +136,8 @@ def test_a_window_s_pages_stay_shared_as_far_as_they_are_not_written():
     slots.check([one, other])
 
 
-def test_a_load_s_pages_are_counted_once():
-    """While the turn has them; then they are the load's until it ends."""
+def test_a_loads_pages_are_counted_once():
+    """For the turn while it has them; then for the load until it ends."""
     slots = PagedSlots(30, 4, GROUPS)
     one = slots.take(36)
     held = slots.hold(one)

@@ -1,4 +1,4 @@
-"""PrefixIndex against looking at every sequence."""
+"""PrefixIndex compared with a search of every sequence."""
 
 from random import Random
 
@@ -10,11 +10,12 @@ from inference_svc.core.scheduling.prefix_index import PrefixIndex, common_prefi
 
 
 def anybody(_key):
+    """Accept any sequence."""
     return True
 
 
 def longest_by_hand(sequences, scope, token_ids, usable):
-    """The longest prefix in common with a usable sequence of the scope."""
+    """Return the longest common prefix with a usable sequence of the scope, by search."""
     lengths = [
         common_prefix(ids, token_ids)
         for key, (ours, ids) in sequences.items()
@@ -31,8 +32,8 @@ TOKENS = st.lists(st.integers(0, 2), max_size=8)
     TOKENS,
     st.sets(st.integers(0, 5)),
 )
-def test_it_finds_what_looking_at_all_finds(changes, wanted, usable):
-    """Whatever was put and taken before; few tokens, so that prefixes are shared and parted."""
+def test_it_finds_what_a_search_finds(changes, wanted, usable):
+    """After any changes; few different tokens, so that prefixes are shared and split."""
     index, sequences = PrefixIndex(), {}
     for key, scope, ids in changes:
         if key in sequences:
@@ -55,8 +56,8 @@ def test_it_finds_what_looking_at_all_finds(changes, wanted, usable):
             assert sequences[holder][0] == scope
 
 
-def test_of_equals_the_first_one_is_found():
-    """So that the answer does not depend on chance."""
+def test_of_equal_matches_the_first_is_found():
+    """So the answer is deterministic."""
     index = PrefixIndex()
     for key in "cab":
         index.put(key, None, [1, 2, 3])
@@ -65,7 +66,7 @@ def test_of_equals_the_first_one_is_found():
 
 
 def test_a_key_has_one_sequence():
-    """A second one is a broken invariant; one that is not there cannot be taken."""
+    """A second one violates an invariant; a missing one cannot be removed."""
     index = PrefixIndex()
     index.put("a", None, [1])
     with pytest.raises(AssertionError, match="has a sequence"):
@@ -75,8 +76,8 @@ def test_a_key_has_one_sequence():
         index.take("a")
 
 
-def test_a_tree_has_two_nodes_a_sequence_at_most():
-    """However long they are, and whatever was taken meanwhile."""
+def test_a_tree_has_at_most_two_nodes_per_sequence():
+    """However long they are, and whatever was removed meanwhile."""
     random, index = Random(7), PrefixIndex()  # noqa: S311  # test data
     shared = [random.randrange(50_000) for _ in range(2_000)]
     for key in range(60):

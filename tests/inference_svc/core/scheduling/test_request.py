@@ -18,8 +18,8 @@ def request(prompt_tokens=10, max_tokens=4) -> Request:
 
 
 @pytest.mark.parametrize("state", list(RequestState))
-def test_states_move_along_the_table_only(state):
-    """Every event that the table does not have for a state is a broken invariant."""
+def test_states_follow_the_table(state):
+    """Any other event violates an invariant."""
     for event in RequestEvent:
         moved = request()
         moved.state = state
@@ -34,7 +34,7 @@ def test_states_move_along_the_table_only(state):
             assert moved.state is state
 
 
-def test_a_request_goes_back_to_the_queue_from_wherever_it_is_admitted():
+def test_an_admitted_request_may_return_to_the_queue():
     """Loading, ready and running requests can wait again; ended ones cannot."""
     back = {
         state
@@ -55,20 +55,20 @@ def test_the_last_token_of_the_longest_answer_needs_no_row():
     [
         (16, 0, 25),  # room for an ordinary answer
         (1000, 0, 109),  # never more than the longest needs
-        (0, 0, 10),  # never less than what is there
-        (16, 40, 89),  # an answer that has outgrown its room gets as much again
+        (0, 0, 10),  # never less than it has
+        (16, 40, 89),  # an answer that has outgrown its room gets twice as much
     ],
 )
 def test_room_for_an_answer_grows_with_it(answer_tokens, num_outputs, wanted):
-    """A request asks for what is known and an ordinary answer, then for twice its answer."""
+    """It asks for the known tokens and an ordinary answer, then for twice its answer."""
     grown = request(prompt_tokens=10, max_tokens=100)
     for token in range(num_outputs):
         grown.append(token)
     assert grown.capacity_to_admit(answer_tokens) == wanted
 
 
-def test_only_a_request_that_wants_more_rows_has_outgrown_them():
-    """A full sequence KV is enough if it is as large as the longest answer needs."""
+def test_only_a_request_that_needs_more_rows_has_outgrown_them():
+    """A full sequence KV suffices if it is as large as the longest answer needs."""
     full = request(prompt_tokens=10, max_tokens=4)
     full.capacity_tokens = full.computed_tokens = 12
     assert full.has_outgrown_slots
@@ -77,13 +77,13 @@ def test_only_a_request_that_wants_more_rows_has_outgrown_them():
 
 
 def test_the_last_token_of_a_prompt_is_not_decoding():
-    """It is one token to compute as well, but of a prompt: nothing was sampled."""
+    """It is one token to compute as well, but of a prompt: none was sampled."""
     new = request(prompt_tokens=10)
     new.computed_tokens = 9
     assert not new.is_decoding
 
 
-def test_an_answer_that_is_computed_anew_is_not_decoding_until_its_last_token():
+def test_a_recomputed_answer_is_not_decoding_until_its_last_token():
     """After a preemption, sampled tokens may have to be fed like a prompt."""
     again = request(prompt_tokens=10)
     for token in (1, 2, 3):
@@ -96,7 +96,7 @@ def test_an_answer_that_is_computed_anew_is_not_decoding_until_its_last_token():
 
 
 def running(computed, window_tokens=12, max_tokens=100) -> Request:
-    """A request of 10 prompt tokens, 6 of them history, and what was sampled since."""
+    """Make a request of 10 prompt tokens, 6 of them history, and some sampled ones."""
     one = Request(1, KEY, list(range(10)), max_tokens, 0, window_tokens, history_tokens=6)
     for token in range(10, computed + 1):
         one.append(token)
@@ -105,15 +105,15 @@ def running(computed, window_tokens=12, max_tokens=100) -> Request:
     return one
 
 
-def test_a_window_bounds_the_rows():
+def test_a_window_limits_the_rows():
     """However long the answer may become."""
     assert running(10, window_tokens=12, max_tokens=100).full_capacity_tokens == 12
     assert running(10, window_tokens=12, max_tokens=2).full_capacity_tokens == 11
     assert running(10, window_tokens=12).capacity_to_admit(50) == 12
 
 
-def test_a_request_overflows_when_its_window_is_full_and_it_wants_more():
-    """Which is not the same as having outgrown its rows."""
+def test_a_request_overflows_when_its_window_is_full_and_it_continues():
+    """That differs from having outgrown its rows."""
     outgrown, full = running(11), running(12)
     assert (outgrown.has_outgrown_slots, outgrown.is_overflowing) == (True, False)
     assert (full.has_outgrown_slots, full.is_overflowing) == (False, True)
@@ -122,8 +122,8 @@ def test_a_request_overflows_when_its_window_is_full_and_it_wants_more():
     assert not full.is_overflowing
 
 
-def test_a_discard_keeps_every_count_true():
-    """Prompt, history and computed tokens are those that are left; sampled ones stay counted."""
+def test_a_discard_keeps_every_count_right():
+    """Prompt, history and computed tokens are the remaining ones; sampled ones stay counted."""
     cut = running(12)
     cut.state = RequestState.WAITING
     cut.discard([(0, 2), (5, 7), (9, 11)])
@@ -141,8 +141,8 @@ def test_a_discard_keeps_every_count_true():
     ("state", "ranges"),
     [(RequestState.RUNNING, [(0, 1)]), (RequestState.WAITING, [(0, 13)])],
 )
-def test_a_running_request_and_the_last_token_are_not_cut(state, ranges):
-    """Nobody may compute on what is dropped, and something has to be fed."""
+def test_a_running_request_and_the_last_token_cannot_be_cut(state, ranges):
+    """A step must not use dropped rows, and a token has to be fed."""
     cut = running(12)
     cut.state = state
     with pytest.raises(AssertionError):
@@ -150,7 +150,7 @@ def test_a_running_request_and_the_last_token_are_not_cut(state, ranges):
 
 
 def test_a_chunk_ends_at_the_next_mark():
-    """Marks behind what is computed are over; a discard moves those behind it."""
+    """Passed marks are dropped; a discard moves later ones."""
     one = request(prompt_tokens=10)
     one.marks = (3, 7)
     assert one.chunk_tokens == 3

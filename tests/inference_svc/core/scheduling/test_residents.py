@@ -1,4 +1,4 @@
-"""Residents: what they are good for, and who must go first."""
+"""Residents: which requests they serve, and which are evicted first."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def request(name, token_ids, lineage=None):
     ],
 )
 def test_a_resident_serves_the_common_prefix(held, prompt, num_tokens):
-    """Rows count as far as their tokens are those of the prompt, but for its last one."""
+    """Rows count as far as their tokens match the prompt's, without its last one."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", held))
     wanted = request("a", prompt)
@@ -48,7 +48,7 @@ def test_a_resident_serves_the_common_prefix(held, prompt, num_tokens):
     assert residents.match(request("b", prompt)) == 0
 
 
-def test_a_match_is_not_remembered_beyond_its_resident():
+def test_a_match_is_not_kept_beyond_its_resident():
     """Another resident of the session is compared anew."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [1, 2, 3]))
@@ -65,15 +65,15 @@ LINEAGES = [None, WHOLE, Lineage(b"one", 2), Lineage(b"other", 2)]
 
 @pytest.mark.parametrize("ours", LINEAGES)
 @pytest.mark.parametrize("theirs", LINEAGES)
-def test_rows_of_another_lineage_are_of_no_use(ours, theirs):
-    """Also where the tokens are the same; a request without one has only what has none."""
+def test_rows_of_another_lineage_are_useless(ours, theirs):
+    """Even with equal tokens; a request without a lineage matches only rows without one."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=ours))
     assert residents.match(request("a", [7, 7, 7, 7], theirs)) == (3 if ours == theirs else 0)
 
 
-def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
-    """What matched it before does not any more; once that has closed up, it does."""
+def test_a_request_that_is_cut_while_it_waits_is_compared_again():
+    """Its old match is void; after the compaction it matches again."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     wanted = request("a", [7, 7, 7, 7], WHOLE)
@@ -86,8 +86,8 @@ def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
     assert residents.match(wanted) == 2
 
 
-def test_a_resident_that_was_being_copied_while_its_tokens_were_dropped_is_not_matched():
-    """It stays what it was: its lineage tells it from what is left."""
+def test_a_resident_copied_while_its_tokens_were_dropped_does_not_match():
+    """It keeps its old lineage, which differs from that of the rest."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
     copier = request("a", [7, 7, 7, 7], WHOLE)
@@ -98,7 +98,7 @@ def test_a_resident_that_was_being_copied_while_its_tokens_were_dropped_is_not_m
 
 
 def test_victims_are_the_idle_ones_then_the_tail_of_the_queue():
-    """Look-ahead: who returns soonest stays longest; among the idle, the last used."""
+    """Sessions that return soonest stay longest; idle ones go by last use."""
     residents, places = (
         Residents(ContiguousSlots(1000)),
         {key("q1"): (0, 1.0, 1), key("q2"): (0, 2.0, 2)},
@@ -161,15 +161,15 @@ def test_what_is_being_copied_is_no_victim():
     residents.check()
 
 
-def numbered(number, name, token_ids):
+def make_numbered(number, name, token_ids):
     return Request(number, key(name), list(token_ids), 4, arrived_ns=0)
 
 
-def test_a_copy_for_the_session_itself_ends_with_the_resident_or_is_given_up_without():
-    """After the copy its slots are free; a request that gives up leaves it where it was."""
+def test_a_copy_for_the_session_itself_frees_the_resident():
+    """After the copy its slots are free; a request that gives up leaves it in place."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
-    copier, other = numbered(1, "a", [1, 2, 3, 4]), numbered(2, "b", [1])
+    copier, other = make_numbered(1, "a", [1, 2, 3, 4]), make_numbered(2, "b", [1])
     residents.begin_copy(key("a"), copier)
     residents.cancel_copy(other)
     assert residents.is_copied_to(copier)
@@ -183,10 +183,10 @@ def test_a_copy_for_the_session_itself_ends_with_the_resident_or_is_given_up_wit
 
 
 def test_a_copy_for_other_sessions_leaves_the_resident_where_it_is():
-    """Several may copy it at once; it is busy until the last one is through."""
+    """Several requests may copy it at once; it is busy until the last copy has ended."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
-    copiers = numbered(1, "b", [1, 2, 3, 4]), numbered(2, "c", [1, 2, 9])
+    copiers = make_numbered(1, "b", [1, 2, 3, 4]), make_numbered(2, "c", [1, 2, 9])
     for copier in copiers:
         residents.begin_copy(key("a"), copier)
     for copier in copiers:
@@ -197,17 +197,17 @@ def test_a_copy_for_other_sessions_leaves_the_resident_where_it_is():
     residents.check()
 
 
-def shared(residents, asked):
+def find_shared(residents, asked):
     found = residents.shared_prefix(asked)
     return found and (found[0].key, found[1])
 
 
 def test_a_prefix_is_shared_within_a_tenant_a_model_and_a_lineage():
-    """Nothing else makes equal tokens' KV equal; the last token is always computed."""
+    """Only these make the KV of equal tokens equal; the last token is always computed."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
-    assert shared(residents, request("b", [7, 7, 7], WHOLE)) == (key("a"), 2)
-    assert shared(residents, request("b", [7, 7, 7, 8], WHOLE)) == (key("a"), 3)
+    assert find_shared(residents, request("b", [7, 7, 7], WHOLE)) == (key("a"), 2)
+    assert find_shared(residents, request("b", [7, 7, 7, 8], WHOLE)) == (key("a"), 3)
     assert residents.shared_prefix(request("b", [8, 7, 7], WHOLE)) is None
     assert residents.shared_prefix(request("a", [7, 7, 7], WHOLE)) is None, "that is its own"
     assert residents.shared_prefix(request("b", [7, 7, 7])) is None
@@ -217,8 +217,8 @@ def test_a_prefix_is_shared_within_a_tenant_a_model_and_a_lineage():
         assert residents.shared_prefix(asked) is None
 
 
-def test_a_resident_is_found_by_what_it_has_now():
-    """Not while it is compacted; after that by what is left, and no more once it is gone."""
+def test_a_resident_is_found_by_its_present_rows():
+    """Not during compaction; then by the rest, and no more once it is gone."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a", [1, 2, 3], lineage=WHOLE))
     residents.begin_compaction(key("a"))
@@ -226,16 +226,16 @@ def test_a_resident_is_found_by_what_it_has_now():
     after = Lineage(b"one", 0)
     assert residents.end_compaction(key("a"), [2, 3], after)
     assert residents.shared_prefix(request("b", [1, 2, 3], WHOLE)) is None
-    assert shared(residents, request("b", [2, 3, 4], after)) == (key("a"), 2)
+    assert find_shared(residents, request("b", [2, 3, 4], after)) == (key("a"), 2)
     residents.take(key("a"))
     assert residents.shared_prefix(request("b", [2, 3, 4], after)) is None
 
 
-def test_a_session_that_is_deleted_while_it_is_copied_goes_at_once():
-    """Who copies it holds its memory."""
+def test_a_session_deleted_while_it_is_copied_is_removed_at_once():
+    """The copying request holds its memory."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
-    copier = numbered(1, "b", [1, 2, 3, 4])
+    copier = make_numbered(1, "b", [1, 2, 3, 4])
     residents.begin_copy(key("a"), copier)
     assert residents.drop(key("a"))
     assert not residents.is_copied_to(copier)
@@ -244,15 +244,15 @@ def test_a_session_that_is_deleted_while_it_is_copied_goes_at_once():
 
 
 def test_a_session_has_one_resident():
-    """A second one is a broken invariant."""
+    """A second one violates an invariant."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     with pytest.raises(AssertionError, match="has a resident"):
         residents.put(resident("a"))
 
 
-def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up():
-    """It is no victim, and neither taken nor moved; then its rows are those that are left."""
+def test_a_resident_is_protected_while_it_is_compacted():
+    """It is no victim, and neither taken nor moved; then it has the remaining rows."""
     slots = ContiguousSlots(1000)
     residents = Residents(slots, most=0)
     residents.put(resident("a"))
@@ -274,8 +274,8 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
-def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
-    """At the end of its shift; who drops it earlier need not wait."""
+def test_a_resident_without_rows_or_session_is_removed_after_compaction(is_dropped):
+    """A caller that drops it earlier need not wait."""
     residents = Residents(ContiguousSlots(1000))
     residents.put(resident("a"))
     residents.begin_compaction(key("a"))
@@ -295,14 +295,14 @@ def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
         ([1, 2, 3], [1, 2, 9, 4], 0),
     ],
 )
-def test_with_a_state_all_of_a_resident_is_of_use_or_nothing(held, prompt, num_tokens):
+def test_a_resident_with_a_state_matches_completely_or_not_at_all(held, prompt, num_tokens):
     """A state cannot be cut."""
     residents = Residents(ContiguousSlots(1000), have_states=True)
     residents.put(resident("a", held))
     assert residents.match(request("a", prompt)) == num_tokens
 
 
-def test_only_so_many_residents_are_kept():
+def test_the_number_of_residents_is_bounded():
     """The least recently used go first."""
     residents = Residents(ContiguousSlots(1000), most=1)
     for number, name in enumerate("abc"):
@@ -312,8 +312,8 @@ def test_only_so_many_residents_are_kept():
 
 
 @pytest.mark.parametrize(("prompt", "num_tokens"), [([7] * 9, 8), ([7] * 7, 6), ([7] * 6, 0)])
-def test_a_resident_is_built_on_where_layers_with_a_window_have_it_whole(prompt, num_tokens):
-    """It was loaded: of its tokens before the third these layers have nothing, and attend to 4."""
+def test_a_resident_is_used_where_layers_with_a_window_are_complete(prompt, num_tokens):
+    """It was loaded: these layers lack rows before the third token, and attend to 4."""
     residents = Residents(ContiguousSlots(1000), attention_window=4)
     residents.put(replace(resident("a", [7] * 8), window_from=2))
     assert residents.match(request("a", prompt)) == num_tokens
@@ -323,8 +323,8 @@ def test_a_resident_is_built_on_where_layers_with_a_window_have_it_whole(prompt,
     ("window_from", "dropped", "stays"),
     [(0, (4, 6), True), (2, (4, 6), True), (3, (4, 6), False), (3, (1, 3), True)],
 )
-def test_a_resident_goes_of_whose_window_too_much_is_dropped(window_from, dropped, stays):
-    """What is left of it is of use to nobody."""
+def test_a_resident_is_removed_when_too_much_of_its_window_is_dropped(window_from, dropped, stays):
+    """The rest is useless."""
     slots = ContiguousSlots(1000)
     residents = Residents(slots, attention_window=4)
     residents.put(replace(resident("a", [7] * 8), window_from=window_from))

@@ -25,7 +25,7 @@ LIMITS = SchedulerLimits(
     mixed_step_tokens=8,
     answer_tokens=100,
     keeps_residents=True,
-    block_tokens=1000,  # prompts of different sessions are alike here; who shares says so
+    block_tokens=1000,  # prompts of different sessions are equal here; tests of sharing turn it on
 )
 NUM_LAYERS = 4
 
@@ -46,7 +46,7 @@ def submit(scheduler, *args, **attributes):
 
 
 def announce(scheduler, plan, found=0):
-    """Everything that is admitted finds this many tokens, or what is resident, at once."""
+    """Announce that every admitted request finds this many tokens, or its resident's, at once."""
     for admission in plan.admitted:
         num_tokens = admission.resident_tokens or found
         scheduler.announce(admission.request, num_tokens, 2, layers_ready=NUM_LAYERS)
@@ -55,7 +55,7 @@ def announce(scheduler, plan, found=0):
 
 
 def step(scheduler, now_ns=3, token_id=7):
-    """Plan, load at once, plan again, and compute; returns both plans."""
+    """Plan, load at once, plan again, and compute; return both plans."""
     loading = scheduler.schedule(now_ns)
     announce(scheduler, loading)
     plan = scheduler.schedule(now_ns)
@@ -66,7 +66,7 @@ def step(scheduler, now_ns=3, token_id=7):
     return loading, plan
 
 
-def admitted(plan):
+def admitted_numbers(plan):
     return [admission.request.number for admission in plan.admitted]
 
 
@@ -83,7 +83,7 @@ def run(scheduler, number, **attributes):
 
 
 def run_to_the_end(scheduler, number, **attributes):
-    """A turn whose KV stays as a resident."""
+    """Run a turn whose KV stays as a resident."""
     one = run(scheduler, number, **attributes)
     while len(one.output_ids) < one.max_tokens:
         step(scheduler)
@@ -110,7 +110,7 @@ def test_a_prompt_is_computed_in_chunks_and_sampled_at_its_end():
 
 
 def test_loaded_history_is_not_computed():
-    """Only what was not found is fed."""
+    """Only missing tokens are fed."""
     scheduler = make()
     one = submit(scheduler, 1, prompt_tokens=10)
     announce(scheduler, scheduler.schedule(1), found=9)
@@ -119,7 +119,7 @@ def test_loaded_history_is_not_computed():
 
 
 def test_decodes_are_in_every_step_beside_smaller_prompt_chunks():
-    """A long prompt that arrives does not hold up an answer that is under way."""
+    """A long prompt that arrives does not delay a running answer."""
     scheduler = make()
     run(scheduler, 1)
     submit(scheduler, 2, prompt_tokens=50)
@@ -127,15 +127,15 @@ def test_decodes_are_in_every_step_beside_smaller_prompt_chunks():
 
 
 def test_a_step_without_answers_takes_larger_prompt_chunks():
-    """Nobody is held up by it."""
+    """It delays no answer."""
     scheduler = make()
     submit(scheduler, 1, prompt_tokens=10)
     submit(scheduler, 2, prompt_tokens=20)
     assert sizes(step(scheduler)[1]) == [(1, 10), (2, 6)]
 
 
-def test_what_was_cancelled_during_a_step_is_passed_over():
-    """Its tokens are nobody's."""
+def test_requests_cancelled_during_a_step_are_skipped():
+    """Their tokens are dropped."""
     scheduler = make()
     one = submit(scheduler, 1)
     announce(scheduler, scheduler.schedule(1))
@@ -145,7 +145,7 @@ def test_what_was_cancelled_during_a_step_is_passed_over():
     assert one.output_ids == []
 
 
-def test_an_answer_longer_than_its_limit_is_a_broken_invariant():
+def test_an_answer_beyond_its_limit_violates_an_invariant():
     """The engine ends answers; there is no row for more."""
     scheduler = make()
     run(scheduler, 1, max_tokens=1)
@@ -156,29 +156,29 @@ def test_an_answer_longer_than_its_limit_is_a_broken_invariant():
 # ------------------------------------------------------------------------------ order and rows
 
 
-def test_first_come_first_served_even_if_a_later_one_would_fit():
-    """A request that does not fit holds back those behind it."""
+def test_requests_are_served_in_order_even_if_a_later_one_would_fit():
+    """A request that does not fit delays those behind it."""
     scheduler = make()
     for number, size in ((1, 60), (2, 60), (3, 5)):
         submit(scheduler, number, prompt_tokens=size)
-    assert admitted(scheduler.schedule(1)) == [1]
+    assert admitted_numbers(scheduler.schedule(1)) == [1]
     assert len(scheduler.queue) == 2
     assert [waiting.number for waiting in list(scheduler.queue)] == [2, 3]
 
 
-def test_rows_return_only_with_their_release():
+def test_rows_are_freed_with_their_release_only():
     """A finished request keeps its rows until its KV is given up."""
     scheduler = make()
     first = run(scheduler, 1, prompt_tokens=60)
     submit(scheduler, 2, prompt_tokens=60)
     scheduler.end(first, RequestEvent.FINISH, 4)
-    assert admitted(scheduler.schedule(5)) == []
+    assert admitted_numbers(scheduler.schedule(5)) == []
     scheduler.release_kv(first)
-    assert admitted(scheduler.schedule(6)) == [2]
+    assert admitted_numbers(scheduler.schedule(6)) == [2]
 
 
-def test_only_an_ended_request_gives_its_kv_up():
-    """Who calls too early is mistaken."""
+def test_only_an_ended_request_gives_up_its_kv():
+    """An earlier call is a bug."""
     scheduler = make()
     one = run(scheduler, 1)
     with pytest.raises(AssertionError, match="only an ended request"):
@@ -187,7 +187,7 @@ def test_only_an_ended_request_gives_its_kv_up():
 
 @pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.READY, RequestState.RUNNING])
 def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
-    """A copy may still be under way."""
+    """A copy may still be active."""
     scheduler = make()
     one = submit(scheduler, 1)
     plan = scheduler.schedule(1)
@@ -203,7 +203,7 @@ def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
     scheduler.check()
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back():
+def test_a_full_queue_refuses_with_a_time_to_retry_at():
     """The waiting queue is bounded."""
     scheduler = make()
     for number in range(4):
@@ -214,8 +214,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     assert refused.value.retry_after_s == 1.0
 
 
-def test_a_request_that_can_never_fit_is_the_callers_mistake():
-    """The sequence KV of one request must fit; what it is saved from is counted apart."""
+def test_a_request_that_can_never_fit_is_the_callers_error():
+    """The sequence KV of one request must fit; write slots are counted separately."""
     submit(make(write_slots=16), 1, prompt_tokens=100, max_tokens=1)
     with pytest.raises(AssertionError, match="window"):
         submit(make(), 1, prompt_tokens=101, max_tokens=1)
@@ -226,12 +226,12 @@ def test_a_request_waits_for_the_session_s_earlier_one():
     scheduler = make()
     first = run(scheduler, 1, session="s")
     submit(scheduler, 2, session="s")
-    assert admitted(scheduler.schedule(4)) == []
+    assert admitted_numbers(scheduler.schedule(4)) == []
     scheduler.end(first, RequestEvent.CANCEL, 5)
-    assert admitted(scheduler.schedule(6)) == [2]
+    assert admitted_numbers(scheduler.schedule(6)) == [2]
 
 
-def test_estimates_follow_how_often_places_become_free():
+def test_estimates_follow_the_rate_of_free_places():
     """Two ends, two seconds apart, while others wait."""
     scheduler = make(max_running=1, max_loading=1)
     for number in range(4):
@@ -245,19 +245,19 @@ def test_estimates_follow_how_often_places_become_free():
     assert scheduler.feed.interval_s == pytest.approx(2.0, abs=0.1)
 
 
-def test_who_is_admitted_anew_at_once_has_not_waited():
-    """A failed load says nothing of how long a place in the queue is taken."""
+def test_a_request_readmitted_at_once_has_not_waited():
+    """A failed load says nothing about the wait for a place."""
     scheduler = make()
     one = submit(scheduler, 1)
     scheduler.schedule(1)
     scheduler.restart(one)
-    assert admitted(scheduler.schedule(2)) == [1]
+    assert admitted_numbers(scheduler.schedule(2)) == [1]
     scheduler.end(one, RequestEvent.CANCEL, 50 * 10**9)
     assert scheduler.estimates.retry_after_s() == UNKNOWN_RETRY_S
 
 
-def test_traffic_is_who_waits_who_loads_and_what_is_left_of_prompts():
-    """Of others than the request itself; answers under way are no backlog."""
+def test_traffic_counts_waiting_and_loading_requests_and_prompts():
+    """Of others than the request itself; running answers are no backlog."""
     rates = Rates()
     for num_tokens in (1, 2, 16):
         for start in (0, 100):
@@ -303,7 +303,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(num_plans):
 
 
 def next_turn(scheduler, number, before, new_tokens=5, max_tokens=4):
-    """The turn after `before` in its session."""
+    """Make the turn after `before` in its session."""
     turn = request(number, session=before.key.session_id, max_tokens=max_tokens)
     turn.token_ids = [*before.token_ids, *range(900, 900 + new_tokens)]
     turn = Request(
@@ -313,8 +313,8 @@ def next_turn(scheduler, number, before, new_tokens=5, max_tokens=4):
     return turn
 
 
-def test_a_session_s_next_turn_uses_its_resident_in_place():
-    """A sequence's KV with room for the turn becomes its own; no row is reserved anew."""
+def test_a_sessions_next_turn_uses_its_resident_in_place():
+    """It takes over a sequence KV with enough room; no row is reserved again."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20, max_tokens=20)
     assert (len(scheduler.residents), scheduler.residents.num_slots) == (1, 39)
@@ -342,7 +342,7 @@ def test_a_resident_that_is_too_small_is_moved():
 
 
 def test_another_session_s_prefix_is_copied():
-    """Its resident stays, and is no victim until the copy is over."""
+    """Its resident stays, and is no victim until the copy has ended."""
     scheduler = make(block_tokens=8)
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turns = [submit(scheduler, number, prompt_tokens=12 + number) for number in (2, 3)]
@@ -364,11 +364,11 @@ def test_another_session_s_prefix_is_copied():
         ({"block_tokens": 14}, {}),  # part of a block could not be saved
         ({"keeps_residents": False}, {}),
         ({}, {"may_share": False}),
-        ({}, {"history_tokens": 14, "prompt_tokens": 20}),  # the store likely has more
+        ({}, {"history_tokens": 14, "prompt_tokens": 20}),  # the store probably has more
     ],
 )
-def test_a_prefix_is_shared_only_where_it_is_of_use(limits, attributes):
-    """Else the turn is loaded or computed."""
+def test_a_prefix_is_shared_only_where_useful(limits, attributes):
+    """Otherwise the turn is loaded or computed."""
     scheduler = make(**{"block_tokens": 8, **limits})
     one = run(scheduler, 1, prompt_tokens=14)
     scheduler.slots.become_resident(one, one.token_ids[:13], 9)
@@ -377,8 +377,8 @@ def test_a_prefix_is_shared_only_where_it_is_of_use(limits, attributes):
     assert (admission.request, admission.source) == (other, None)
 
 
-def test_a_prefix_is_not_shared_where_its_session_has_to_make_room():
-    """It is evicted, and what it had is loaded or computed."""
+def test_a_prefix_is_not_shared_if_its_session_must_make_room():
+    """It is evicted, and its tokens are loaded or computed."""
     scheduler = make(block_tokens=8)
     before = run_to_the_end(scheduler, 1, prompt_tokens=50)
     submit(scheduler, 2, prompt_tokens=60)
@@ -400,8 +400,8 @@ def test_a_resident_that_does_not_fit_beside_its_successor_is_evicted():
 
 
 @pytest.mark.parametrize("changed_at", [0, 3])
-def test_a_resident_of_little_of_the_history_is_of_no_use(changed_at):
-    """After a truncation the store has more; the old sequence KV goes."""
+def test_a_resident_with_little_of_the_history_is_not_used(changed_at):
+    """After a truncation the store has more; the old sequence KV is freed."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     before.token_ids[changed_at] = 77
@@ -411,7 +411,7 @@ def test_a_resident_of_little_of_the_history_is_of_no_use(changed_at):
     assert [admission.resident_tokens for admission in plan.admitted] == [0]
 
 
-def test_residents_make_room_as_much_as_is_needed_and_only_if_it_helps():
+def test_residents_make_room_only_as_needed_and_if_it_helps():
     """The least recently used goes; none goes for a request that cannot be admitted anyway."""
     scheduler = make()
     old = run_to_the_end(scheduler, 1, prompt_tokens=20)
@@ -424,8 +424,8 @@ def test_residents_make_room_as_much_as_is_needed_and_only_if_it_helps():
     scheduler.check()
 
 
-def test_a_move_under_way_protects_its_source():
-    """Its rows cannot be had until they are in the new sequence KV."""
+def test_an_active_move_protects_its_source():
+    """Its rows stay until they are in the new sequence KV."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
@@ -433,11 +433,11 @@ def test_a_move_under_way_protects_its_source():
     submit(scheduler, 3, prompt_tokens=50)
     assert scheduler.schedule(21).admitted == ()
     scheduler.residents.end_copy(turn)
-    assert admitted(scheduler.schedule(22)) == [3]
+    assert admitted_numbers(scheduler.schedule(22)) == [3]
 
 
-def test_a_cancelled_move_leaves_the_resident_where_it_was():
-    """The next turn waits until the copy is through, and finds it."""
+def test_a_cancelled_move_leaves_the_resident_in_place():
+    """The next turn waits until the copy has ended, and finds it."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
@@ -461,8 +461,8 @@ def test_a_resident_is_dropped_with_its_session():
 
 
 @pytest.mark.parametrize("why_not", ["config", "nothing to keep", "newer turn", "has one"])
-def test_a_sequence_kv_does_not_always_stay(why_not):
-    """Then its rows are released as ever."""
+def test_a_sequence_kv_may_be_released_without_becoming_a_resident(why_not):
+    """Then its rows are freed as usual."""
     scheduler = make(keeps_residents=why_not != "config")
     one = run(scheduler, 1, session="s")
     scheduler.end(one, RequestEvent.FINISH, 5)
@@ -479,8 +479,8 @@ def test_a_sequence_kv_does_not_always_stay(why_not):
     scheduler.check()
 
 
-def test_only_what_was_computed_is_kept():
-    """Keeping the last token's row, which was never fed, would be wrong."""
+def test_only_computed_rows_are_kept():
+    """The last token's row was never computed."""
     scheduler = make()
     one = run(scheduler, 1)
     with pytest.raises(AssertionError, match="under way"):
@@ -491,7 +491,7 @@ def test_only_what_was_computed_is_kept():
 
 
 def test_a_cancelled_request_may_leave_a_resident():
-    """What its KV has of the session's history is as good as before."""
+    """Its KV's part of the session's history is valid."""
     scheduler = make()
     one = run(scheduler, 1, session="s")
     scheduler.end(one, RequestEvent.CANCEL, 5)
@@ -502,7 +502,7 @@ def test_a_cancelled_request_may_leave_a_resident():
 
 
 def test_surplus_residents_are_evicted_least_recently_used_first():
-    """Each costs a little beside the account of rows."""
+    """Each has a small cost beside its rows."""
     scheduler = make(most_residents=1)
     for number, now_ns in ((1, 30), (2, 10), (3, 20)):
         one = run(scheduler, number, session=str(number))
@@ -518,7 +518,7 @@ def test_surplus_residents_are_evicted_least_recently_used_first():
 
 
 def test_an_answer_that_outgrows_its_rows_moves_to_twice_as_many():
-    """It is preempted and admitted again, with what it has, in one plan if there is room."""
+    """It is preempted and admitted again, with its rows, in one plan if there is room."""
     scheduler = make(answer_tokens=4)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=50)
     assert one.capacity_tokens == 13
@@ -533,8 +533,8 @@ def test_an_answer_that_outgrows_its_rows_moves_to_twice_as_many():
     assert one.loaded_tokens == 0, "what was found is what was found first"
 
 
-def test_an_answer_outgrows_its_rows_a_few_times_only():
-    """Doubling makes it a logarithm of its length."""
+def test_an_answer_outgrows_its_rows_only_a_few_times():
+    """Doubling makes it logarithmic in the length."""
     scheduler = make(kv_slots=4100, answer_tokens=1)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=2000)
     while len(one.output_ids) < 2000:
@@ -542,8 +542,8 @@ def test_an_answer_outgrows_its_rows_a_few_times_only():
     assert one.num_preemptions <= 11
 
 
-def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
-    """Its sequence KV is being copied to; nothing is computed until that is over."""
+def test_an_outgrown_answer_waits_while_its_rows_are_moved():
+    """Its sequence KV is being copied to; no token is computed until that has ended."""
     scheduler = make(answer_tokens=1)
     before = run_to_the_end(scheduler, 1, prompt_tokens=10)
     turn = next_turn(scheduler, 2, before, new_tokens=1)
@@ -561,7 +561,7 @@ def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
 
 
 def test_a_higher_priority_preempts_for_rows_the_lowest_and_newest_first():
-    """As many as needed; what they have computed is evicted only as far as needed, too."""
+    """As many as needed; their computed rows are evicted only as far as needed, too."""
     scheduler = make(max_running=4, max_loading=4)
     running = [
         run(scheduler, i, prompt_tokens=14, max_tokens=12, priority=i == 0) for i in range(4)
@@ -570,13 +570,13 @@ def test_a_higher_priority_preempts_for_rows_the_lowest_and_newest_first():
     plan = scheduler.schedule(10)
     assert plan.preempted == (running[3], running[2])
     assert set(plan.evicted) == {running[3].key, running[2].key}
-    assert admitted(plan) == [9]
+    assert admitted_numbers(plan) == [9]
     assert [waiting.number for waiting in list(scheduler.queue)] == [2, 3]
     scheduler.check()
 
 
-def test_a_place_that_a_preemption_leaves_is_taken_at_once():
-    """Who is ready starts in the same plan; nobody would ask for another one otherwise."""
+def test_a_place_freed_by_a_preemption_is_taken_at_once():
+    """A ready request starts in the same plan; no other plan would be requested."""
     scheduler = make(max_running=1)
     low = run(scheduler, 1, prompt_tokens=40)
     ready = submit(scheduler, 2, prompt_tokens=10)
@@ -589,8 +589,8 @@ def test_a_place_that_a_preemption_leaves_is_taken_at_once():
     assert [chunk.request for chunk in plan.chunks] == [ready]
 
 
-def test_nobody_is_preempted_if_that_makes_not_enough_room():
-    """The lower ones go on; the higher one waits for its equals."""
+def test_no_request_is_preempted_in_vain():
+    """Lower priorities continue; the higher one waits for its equals."""
     scheduler = make(max_running=4)
     run(scheduler, 0, prompt_tokens=50, max_tokens=10, priority=2)
     run(scheduler, 1, prompt_tokens=20, max_tokens=10)
@@ -599,7 +599,7 @@ def test_nobody_is_preempted_if_that_makes_not_enough_room():
     assert (plan.preempted, plan.admitted) == ((), ())
 
 
-def test_equals_are_not_preempted():
+def test_equal_priorities_are_not_preempted():
     """Only a higher priority is a reason."""
     scheduler = make()
     run(scheduler, 0, prompt_tokens=60)
@@ -613,7 +613,7 @@ def test_a_higher_priority_takes_a_place_in_a_full_batch_once_it_is_loaded():
     low = run(scheduler, 1)
     high = submit(scheduler, 2, priority=1)
     loading = scheduler.schedule(10)
-    assert (admitted(loading), loading.preempted) == ([2], ())
+    assert (admitted_numbers(loading), loading.preempted) == ([2], ())
     assert [chunk.request for chunk in loading.chunks] == [low]
     announce(scheduler, loading)
     plan = scheduler.schedule(11)
@@ -624,8 +624,8 @@ def test_a_higher_priority_takes_a_place_in_a_full_batch_once_it_is_loaded():
     scheduler.check()
 
 
-def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
-    """If all places for loading are taken by lower ones that wait for the batch."""
+def test_a_higher_priority_takes_a_place_among_ready_requests():
+    """All places for loading belong to lower ones that wait for the batch."""
     scheduler = make(max_running=1, max_loading=1, kv_slots=1000)
     run(scheduler, 1, max_tokens=50)
     ready = submit(scheduler, 2)
@@ -634,14 +634,14 @@ def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
     submit(scheduler, 3, priority=1)
     plan = scheduler.schedule(10)
     assert plan.preempted == (ready,)
-    assert admitted(plan) == [3]
+    assert admitted_numbers(plan) == [3]
     submit(scheduler, 4, priority=2)
     assert scheduler.schedule(11).preempted == (), "what is loading is left alone"
     scheduler.check()
 
 
-def test_who_is_ready_and_who_runs_make_room_together():
-    """One for its place for loading, the other because the rows of the first are not enough."""
+def test_ready_and_running_requests_make_room_together():
+    """One for its place for loading, the other because the first one's rows do not suffice."""
     scheduler = make(max_running=1, max_loading=1)
     running = run(scheduler, 1, prompt_tokens=20, max_tokens=11)
     ready = submit(scheduler, 2, prompt_tokens=20, max_tokens=11)
@@ -650,12 +650,12 @@ def test_who_is_ready_and_who_runs_make_room_together():
     submit(scheduler, 3, prompt_tokens=80, priority=1)
     plan = scheduler.schedule(10)
     assert plan.preempted == (ready, running)
-    assert admitted(plan) == [3]
+    assert admitted_numbers(plan) == [3]
     scheduler.check()
 
 
-def test_what_may_turn_out_to_be_void_is_not_preempted():
-    """It would become a resident; it has to go through a step first."""
+def test_a_request_with_uncertain_rows_is_not_preempted():
+    """They would become a resident; it has to pass a step first."""
     scheduler = make()
     low = submit(scheduler, 1, prompt_tokens=60)
     scheduler.schedule(1)
@@ -668,8 +668,8 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     assert scheduler.schedule(6).preempted == (low,)
 
 
-def test_without_residents_a_preempted_request_still_keeps_its_sequence_kv_while_it_waits():
-    """That is working memory; when the request is gone, so is the sequence's KV."""
+def test_without_residents_a_preempted_request_keeps_its_rows_while_it_waits():
+    """They are working memory, and are freed with the request."""
     scheduler = make(keeps_residents=False, max_running=1, max_loading=1)
     low = run(scheduler, 1)
     high = submit(scheduler, 2, priority=1)
@@ -684,8 +684,8 @@ def test_without_residents_a_preempted_request_still_keeps_its_sequence_kv_while
     assert high.state is RequestState.RUNNING
 
 
-def test_a_preempted_request_computes_again_what_was_evicted():
-    """Its sampled tokens are fed like a prompt, and its answer goes on where it was."""
+def test_a_preempted_request_recomputes_evicted_rows():
+    """Its sampled tokens are fed like a prompt, and its answer continues."""
     scheduler = make()
     low = run(scheduler, 1, prompt_tokens=60)
     high = run(scheduler, 2, prompt_tokens=60, priority=1)
@@ -702,8 +702,8 @@ def test_a_preempted_request_computes_again_what_was_evicted():
 # ------------------------------------------------------------------------------ loads and gates
 
 
-def test_a_request_that_is_held_back_holds_back_nobody():
-    """Others that are ready start; the plan says when to look again."""
+def test_a_delayed_request_delays_no_other():
+    """Others that are ready start; the plan says when to check again."""
     scheduler = make()
     slow, quick = submit(scheduler, 1), submit(scheduler, 2)
     scheduler.schedule(1)
@@ -719,7 +719,7 @@ def test_a_request_that_is_held_back_holds_back_nobody():
 
 
 def test_a_read_buffer_may_be_set():
-    """The engine knows when a load waits for its request to be in the batch."""
+    """The engine learns when a load waits for its request to be in the batch."""
     scheduler = make()
     one = submit(scheduler, 1)
     scheduler.schedule(1)
@@ -728,8 +728,8 @@ def test_a_read_buffer_may_be_set():
     assert one.buffer_layers == 0
 
 
-def test_the_first_read_buffer_stays_on_record():
-    """Also if a load fails, and all of the history is there the next time."""
+def test_the_first_read_buffer_is_recorded():
+    """Even if a load fails, and all of the history is found the next time."""
     scheduler = make()
     one, two = submit(scheduler, 1), submit(scheduler, 2)
     scheduler.schedule(1)
@@ -746,8 +746,8 @@ def test_the_first_read_buffer_stays_on_record():
     assert one.buffer_layers == 1
 
 
-def test_a_failed_load_sends_its_request_back_to_its_place():
-    """Nothing of it is kept, nothing counts as loaded, and it is admitted anew at once."""
+def test_a_failed_load_returns_its_request_to_its_place():
+    """Its rows are dropped, no token counts as loaded, and it is admitted again at once."""
     scheduler = make()
     one = submit(scheduler, 1)
     later = submit(scheduler, 2)
@@ -758,14 +758,14 @@ def test_a_failed_load_sends_its_request_back_to_its_place():
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
     assert scheduler.residents.num_slots == 0
     plan = scheduler.schedule(5)
-    assert admitted(plan) == [1]
+    assert admitted_numbers(plan) == [1]
     assert scheduler.slots.reserved_slots == 13 + 13
     assert later.state is RequestState.LOADING
     scheduler.check()
 
 
-def test_what_a_preempted_request_found_first_stays_on_record():
-    """A load that fails after a preemption does not change what the turn began with."""
+def test_the_first_result_of_a_preempted_requests_load_is_recorded():
+    """A load that fails after a preemption does not change it."""
     scheduler = make(max_running=1)
     low = submit(scheduler, 1)
     announce(scheduler, scheduler.schedule(1), found=5)
@@ -781,7 +781,7 @@ def test_what_a_preempted_request_found_first_stays_on_record():
 
 
 def calls_of(function):
-    """How many Python functions a call enters."""
+    """Count the Python functions that a call enters."""
     num_calls = 0
 
     def count(_frame, event, _argument):
@@ -797,7 +797,7 @@ def calls_of(function):
 
 
 def cost_of_a_round(num_waiting):
-    """One round of everything that happens per step, with so many waiting."""
+    """Run one round of all events of a step, with so many waiting; return its cost."""
     scheduler = make(max_waiting=20_000, kv_slots=10_000)
     for number in range(num_waiting):
         submit(scheduler, number, max_tokens=90, priority=number % 3, deadline_ns=10**12)
@@ -819,13 +819,13 @@ def cost_of_a_round(num_waiting):
 
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_hundred():
-    """What is done per step does not grow with the queue (but for bisecting it)."""
+    """The work per step does not grow with the queue (but for bisecting it)."""
     few, many = cost_of_a_round(100), cost_of_a_round(10_000)
     assert many <= few + 20
 
 
-def test_times_of_a_request_are_those_of_the_first_time():
-    """Admitted, first token: a preemption or a further token changes neither."""
+def test_the_times_of_a_request_are_the_first_ones():
+    """Admission and first token: a preemption or a later token changes neither."""
     scheduler = make(kv_slots=20)
     first = submit(scheduler, 1, prompt_tokens=10)
     step(scheduler, now_ns=3)
@@ -840,7 +840,7 @@ def test_times_of_a_request_are_those_of_the_first_time():
     assert (first.admitted_ns, first.first_token_ns) == (3, 3)
 
 
-def test_kvd_is_told_of_a_request_until_its_kv_is_released():
+def test_kvds_queue_has_a_request_until_its_kv_is_released():
     """It may be loaded and saved until then."""
     scheduler = make()
     one = run(scheduler, 1)
@@ -850,8 +850,8 @@ def test_kvd_is_told_of_a_request_until_its_kv_is_released():
     assert len(scheduler.feed) == 0
 
 
-def test_what_has_ended_is_watched_no_more():
-    """Wherever it was; when it ended is known."""
+def test_ended_requests_are_not_watched():
+    """In whichever state they were; the time of the end is recorded."""
     scheduler = make()
     one, two = run(scheduler, 1), submit(scheduler, 2)
     announce(scheduler, scheduler.schedule(3))

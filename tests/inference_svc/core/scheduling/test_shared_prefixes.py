@@ -1,4 +1,4 @@
-"""Prefixes that are shared with turns that still run: who waits for whom, and what is shared."""
+"""Prefixes shared with running turns: which request waits for which, and what is shared."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def announce(scheduler, plan, **found):
 
 
 def compute(scheduler):
-    """A step; returns its plan."""
+    """Compute a step; return its plan."""
     plan = scheduler.schedule(3)
     sampled = {chunk.request.number: [7] for chunk in plan.chunks if chunk.sample}
     scheduler.apply(StepResult(plan.chunks, sampled), 3)
@@ -68,8 +68,8 @@ def start_alike(scheduler, *prompts, **attributes):
 
 
 @pytest.mark.parametrize("page_tokens", [4, None])
-def test_of_requests_that_begin_alike_the_first_computes_for_all(page_tokens):
-    """The others are admitted when it has computed what they share, and begin with its pages."""
+def test_the_first_of_requests_with_one_beginning_computes_it_for_all(page_tokens):
+    """The others are admitted when it has computed it, and begin with its pages."""
     scheduler = make(page_tokens=page_tokens)
     one, two, three = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3, 4])
     assert [admissions(compute(scheduler)) for _ in range(3)] == [[], [], []]
@@ -85,7 +85,7 @@ def test_of_requests_that_begin_alike_the_first_computes_for_all(page_tokens):
 
 
 def test_its_pages_stay_when_it_has_ended():
-    """They are free when nobody has them."""
+    """They are freed with the last holding."""
     scheduler = make()
     requests = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2])
     for _ in range(5):
@@ -110,8 +110,8 @@ def test_its_pages_stay_when_it_has_ended():
         ({}, {"token_ids": PROMPT[:7]}, {}),  # less than a block
     ],
 )
-def test_nobody_waits_where_it_does_not_pay(limits, first, second):
-    """It is admitted at the same time, and computed by itself."""
+def test_no_request_waits_where_it_does_not_pay(limits, first, second):
+    """It is admitted at the same time, and computes everything itself."""
     scheduler = make(**limits)
     submit(scheduler, 0, **{"token_ids": [*PROMPT, 1], **first})
     submit(scheduler, 1, **{"token_ids": [*PROMPT, 2], **second})
@@ -119,8 +119,8 @@ def test_nobody_waits_where_it_does_not_pay(limits, first, second):
     assert sorted(found) == [(0, 0, False), (1, 0, False)]
 
 
-def test_what_is_there_is_shared_if_waiting_does_not_pay():
-    """Whole pages and blocks of it; the rest is computed."""
+def test_existing_pages_are_shared_even_if_waiting_does_not_pay():
+    """Whole pages and blocks of them; the rest is computed."""
     scheduler = make(block_tokens=12)
     (one,) = start_alike(scheduler, [*PROMPT, 1])
     compute(scheduler)
@@ -131,8 +131,8 @@ def test_what_is_there_is_shared_if_waiting_does_not_pay():
 
 
 @pytest.mark.parametrize(("boundary", "num_shared"), [(0, 40), (4, 36), (12, 36), (3, 0)])
-def test_blocks_are_counted_from_where_its_blocks_are(boundary, num_shared):
-    """And pages from the first token; where both never end together, nothing is shared."""
+def test_blocks_are_counted_from_the_place_of_its_blocks(boundary, num_shared):
+    """And pages from the first token; if both never end together, nothing is shared."""
     scheduler = make()
     submit(scheduler, 0, [*PROMPT, 1])
     announce(scheduler, scheduler.schedule(1), boundary=boundary)
@@ -144,7 +144,7 @@ def test_blocks_are_counted_from_where_its_blocks_are(boundary, num_shared):
 
 
 def test_nothing_is_shared_while_a_load_may_fail():
-    """Once a step over it has succeeded it may not any more."""
+    """After a successful step over its rows it cannot fail any more."""
     scheduler = make()
     one = submit(scheduler, 0, [*PROMPT, 1], history_tokens=32)
     scheduler.schedule(1)
@@ -158,8 +158,8 @@ def test_nothing_is_shared_while_a_load_may_fail():
     scheduler.check()
 
 
-def answered(**limits):
-    """A turn whose answer is complete; what it computed is neither kept nor released yet."""
+def finish_answer(**limits):
+    """Make a turn whose answer is complete; its KV is neither kept nor released yet."""
     scheduler = make(**limits)
     (one,) = start_alike(scheduler, [*PROMPT, 1])
     while not one.output_ids:
@@ -170,9 +170,9 @@ def answered(**limits):
 
 
 @pytest.mark.parametrize("page_tokens", [4, None])
-def test_what_a_turn_computed_is_shared_while_its_answer_is_being_recorded(page_tokens):
-    """Its KV goes nowhere meanwhile; afterwards its resident's is."""
-    scheduler, one = answered(page_tokens=page_tokens)
+def test_computed_pages_are_shared_while_the_answer_is_recorded(page_tokens):
+    """Its KV stays meanwhile; afterwards its resident's is shared."""
+    scheduler, one = finish_answer(page_tokens=page_tokens)
     two = submit(scheduler, 1, [*PROMPT, 2])
     plan = scheduler.schedule(5)
     assert admissions(plan) == [(1, 40, True)]
@@ -187,17 +187,17 @@ def test_what_a_turn_computed_is_shared_while_its_answer_is_being_recorded(page_
     assert [(n, num_tokens) for n, num_tokens, _ in admissions(scheduler.schedule(6))] == [(2, 40)]
 
 
-def test_nothing_is_shared_of_what_is_released():
+def test_released_pages_are_not_shared():
     """As if it had never been."""
-    scheduler, one = answered()
+    scheduler, one = finish_answer()
     scheduler.release_kv(one)
     scheduler.check()
     submit(scheduler, 1, [*PROMPT, 2])
     assert admissions(scheduler.schedule(5)) == [(1, 0, False)]
 
 
-def test_who_comes_while_a_copy_is_under_way_waits_for_it():
-    """Though whoever computed it is gone, and the copy is not certain yet."""
+def test_a_request_during_a_copy_waits_for_it():
+    """Though the computing turn is gone, and the copy is not certain yet."""
     scheduler, one, two = copying()
     scheduler.end(one, RequestEvent.CANCEL, 4)
     scheduler.release_kv(one)
@@ -212,8 +212,8 @@ def test_who_comes_while_a_copy_is_under_way_waits_for_it():
     assert admissions(scheduler.schedule(9)) == [(2, 40, True)]
 
 
-def test_one_that_is_not_certain_does_not_hide_one_that_is():
-    """Of those with the same tokens, the first may be a copy that is under way."""
+def test_an_uncertain_match_does_not_hide_a_certain_one():
+    """The first of those with equal tokens may be an active copy."""
     scheduler = make(page_tokens=None)
     one, two, three = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3])
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_session_builds_on_what_it_has_itself():
     assert found == [(1, 0, False), (2, 24, False)]
 
 
-def test_nobody_waits_for_a_turn_of_lower_priority():
+def test_no_request_waits_for_a_lower_priority():
     """Prompts of higher priority are computed first."""
     scheduler = make()
     start_alike(scheduler, [*PROMPT, 1])
@@ -267,8 +267,8 @@ def test_nobody_waits_for_a_turn_of_lower_priority():
     assert admissions(scheduler.schedule(3)) == [(1, 0, False)]
 
 
-def test_nobody_waits_for_a_turn_that_is_over():
-    """The next one computes what that leaves undone."""
+def test_no_request_waits_for_an_ended_turn():
+    """The next one computes the missing tokens."""
     scheduler = make()
     one, _, _ = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 3])
     compute(scheduler)
@@ -278,8 +278,8 @@ def test_nobody_waits_for_a_turn_that_is_over():
     assert admissions(scheduler.schedule(5)) == [(1, 0, False)]
 
 
-def test_nobody_waits_for_what_a_resident_has():
-    """Though a turn computes it anew."""
+def test_no_request_waits_for_tokens_of_a_resident():
+    """Though a turn recomputes them."""
     scheduler = make()
     before = submit(scheduler, 0, [*PROMPT, 1])
     announce(scheduler, scheduler.schedule(1))
@@ -294,7 +294,7 @@ def test_nobody_waits_for_what_a_resident_has():
 
 
 def copying():
-    """A turn that runs, and another for which it is being copied."""
+    """Make a running turn, and another one to which it is being copied."""
     scheduler = make(page_tokens=None)
     one, two = start_alike(scheduler, [*PROMPT, 1], [*PROMPT, 2])
     for _ in range(3):
@@ -305,8 +305,8 @@ def copying():
     return scheduler, one, two
 
 
-def test_without_pages_it_is_copied_and_becomes_a_resident_that_is_busy():
-    """Until the copy is over; it is nobody's victim till then."""
+def test_without_pages_it_is_copied_and_becomes_a_busy_resident():
+    """Until the copy has ended; it is no victim till then."""
     scheduler, one, two = copying()
     scheduler.end(one, RequestEvent.FINISH, 4)
     assert scheduler.keep_resident(one, [*PROMPT, 1], 4)
@@ -319,8 +319,8 @@ def test_without_pages_it_is_copied_and_becomes_a_resident_that_is_busy():
     scheduler.check()
 
 
-def test_a_copy_of_a_turn_that_leaves_nothing_ends_all_the_same():
-    """Its memory is held by who copies it."""
+def test_a_copy_of_a_turn_without_a_resident_ends_all_the_same():
+    """The copying request holds its memory."""
     scheduler, one, two = copying()
     scheduler.end(one, RequestEvent.CANCEL, 4)
     scheduler.release_kv(one)
@@ -329,8 +329,8 @@ def test_a_copy_of_a_turn_that_leaves_nothing_ends_all_the_same():
     assert not scheduler.residents.is_busy(one.key)
 
 
-def test_a_turn_is_not_preempted_while_it_is_copied():
-    """Whoever needs its place waits for the copy."""
+def test_a_turn_is_not_preempted_during_its_copy():
+    """A request that needs its place waits for the copy."""
     scheduler, _, two = copying()
     submit(scheduler, 2, [9] * 100, priority=1)
     assert not scheduler.schedule(4).preempted
@@ -339,8 +339,8 @@ def test_a_turn_is_not_preempted_while_it_is_copied():
     assert scheduler.schedule(5).preempted
 
 
-def test_who_is_admitted_by_preemption_shares_all_the_same():
-    """Pages that are shared are not made room for: as few turns are preempted as have to be."""
+def test_a_request_admitted_by_preemption_shares_all_the_same():
+    """Shared pages need no room: as few turns are preempted as necessary."""
     scheduler = make(kv_slots=140)
     leader, *low = start_alike(scheduler, [*PROMPT, 1], [1] * 36, [2] * 36, priority=1)
     for request in low:
@@ -397,8 +397,8 @@ def test_a_turn_is_not_preempted_in_vain():
 
 
 @pytest.mark.parametrize("page_tokens", [4, None])
-def test_with_states_nobody_waits_for_what_others_compute(page_tokens):
-    """What they share could not be continued: the state behind it is nobody's."""
+def test_with_states_no_request_waits_for_anothers_tokens(page_tokens):
+    """The shared part could not be continued: the state behind it does not exist."""
     scheduler = make(page_tokens=page_tokens, has_states=True)
     for number in range(3):
         submit(scheduler, number, [*PROMPT, number])
@@ -408,10 +408,10 @@ def test_with_states_nobody_waits_for_what_others_compute(page_tokens):
 
 @pytest.mark.parametrize(("window_from", "shared"), [(0, 40), (32, 40), (33, 0)])
 @pytest.mark.parametrize("page_tokens", [4, None])
-def test_a_prefix_is_shared_where_layers_with_a_window_have_it_whole(
+def test_a_prefix_is_shared_where_layers_with_a_window_are_complete(
     page_tokens, window_from, shared
 ):
-    """A turn that was loaded may lack what such layers had of tokens before its window."""
+    """A loaded turn may lack rows of such layers from before its window."""
     scheduler = make(page_tokens=page_tokens, attention_window=8)
     submit(scheduler, 0, [*PROMPT, 1], history_tokens=40)
     (admission,) = scheduler.schedule(1).admitted
@@ -421,8 +421,8 @@ def test_a_prefix_is_shared_where_layers_with_a_window_have_it_whole(
     assert [admissions(scheduler.schedule(4))[0][1:]] == [(shared, bool(shared))]
 
 
-def test_a_page_that_others_fill_is_left_only_where_a_window_is_left_whole():
-    """What follows is written elsewhere: where the page begins nothing can be built on."""
+def test_a_page_that_others_fill_is_left_only_with_a_whole_window():
+    """Later tokens are written elsewhere: nothing can continue where the page begins."""
     for window_from, found in ((0, 40), (33, 0)):
         scheduler = make(attention_window=8)
         first = submit(scheduler, 0, [*PROMPT, 1, 2], history_tokens=42)

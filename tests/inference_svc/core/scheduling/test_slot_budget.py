@@ -1,4 +1,4 @@
-"""The account of rows."""
+"""The accounts of rows."""
 
 import pytest
 
@@ -33,8 +33,8 @@ def test_rows_go_from_requests_to_residents_and_back():
     rows.check()
 
 
-def test_tokens_stay_in_place_unless_somebody_else_fills_their_page():
-    """What is behind them is about to be written; whole pages are copied by nobody."""
+def test_tokens_stay_in_place_unless_another_request_fills_their_page():
+    """The rows behind them will be written; whole pages are never copied."""
     slots = PagedSlots(20, 4)
     residents = Residents(slots)
     rows, one, other = SlotBudget(slots, residents), request(1), request(2)
@@ -51,7 +51,7 @@ def test_tokens_stay_in_place_unless_somebody_else_fills_their_page():
     rows.check()
 
 
-def test_a_load_keeps_the_pages_of_a_request_that_is_over():
+def test_a_load_keeps_the_pages_of_an_ended_request():
     """They are free once it ends, and not before."""
     slots = PagedSlots(20, 4)
     rows, one = SlotBudget(slots, Residents(slots)), request(1)
@@ -63,15 +63,15 @@ def test_a_load_keeps_the_pages_of_a_request_that_is_over():
     assert rows.account.free_slots == 80
 
 
-def test_releasing_what_is_not_held_frees_nothing():
-    """Whoever gives a request up need not know how far it came."""
+def test_releasing_nothing_frees_nothing():
+    """A caller that gives a request up need not know its state."""
     rows, one = budget(), request(1)
     rows.release_kv(one)
     assert rows.account.free_slots == 100
 
 
 def test_the_budget_cannot_be_overdrawn():
-    """A bug in the planner ends here, not in memory."""
+    """A bug in the planner fails here, not in memory."""
     rows = budget()
     rows.reserve(request(1), 50)
     with pytest.raises(AssertionError, match="more is reserved"):
@@ -79,7 +79,7 @@ def test_the_budget_cannot_be_overdrawn():
 
 
 def test_a_request_has_one_sequence_kv():
-    """A bug in the planner ends here, too."""
+    """A bug in the planner fails here, too."""
     rows = budget()
     rows.reserve(request(1), 50)
     with pytest.raises(AssertionError, match="has a sequence's KV"):

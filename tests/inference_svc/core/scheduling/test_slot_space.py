@@ -1,4 +1,4 @@
-"""Contiguous slots: where pieces go, and that none is lost."""
+"""Contiguous slots: where pieces are placed, and that none is lost."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from inference_svc.core.scheduling.slot_space import SlotSpace
 
 
 def largest_free(space):
-    """The longest piece that could be allocated."""
+    """Return the longest piece that could be allocated."""
     return max((length for _, length in space._holes), default=0)
 
 
@@ -25,8 +25,8 @@ def test_pieces_come_from_the_shortest_hole_that_is_long_enough():
     space.check()
 
 
-def test_pieces_from_the_top_end_where_the_space_ends():
-    """Write buffers keep away from sequences' KV."""
+def test_pieces_from_the_top_end_at_the_end_of_the_space():
+    """Write buffers are kept apart from sequences' KV."""
     space = SlotSpace(100)
     assert space.allocate(10, from_top=True) == 90
     assert space.allocate(10, from_top=True) == 80
@@ -34,7 +34,7 @@ def test_pieces_from_the_top_end_where_the_space_ends():
     space.check()
 
 
-def test_enough_rows_apart_are_not_enough():
+def test_enough_scattered_rows_are_not_enough():
     """A piece is contiguous; the caller learns that there is no room."""
     space = SlotSpace(30)
     for _ in range(3):
@@ -48,14 +48,14 @@ def test_enough_rows_apart_are_not_enough():
 
 
 def test_a_space_of_no_rows_has_no_room():
-    """Nothing fits, nothing breaks."""
+    """Nothing fits, and nothing fails."""
     space = SlotSpace(0)
     assert (space.allocate(1), largest_free(space)) == (None, 0)
     space.check()
 
 
-def test_freeing_twice_is_a_broken_invariant():
-    """Slots that are somebody else's by now are not given away again."""
+def test_freeing_twice_violates_an_invariant():
+    """Slots that another piece has by now are not granted again."""
     space = SlotSpace(10)
     space.allocate(4)
     space.free(0)
@@ -74,7 +74,7 @@ calls = st.lists(
 
 @given(st.integers(0, 40), calls)
 def test_it_agrees_with_a_row_by_row_model(num_slots, calls):
-    """For any calls: pieces are free slots, None only without room, and holes are what is left."""
+    """For any calls: pieces are free slots, None only without room, and holes are the rest."""
     space, owners, pieces = SlotSpace(num_slots), [None] * num_slots, []
     for name, number, from_top in calls:
         if name == "free" and pieces:
@@ -113,7 +113,7 @@ def test_it_agrees_with_a_row_by_row_model(num_slots, calls):
         ([], {0: 4, 4: 6}, ""),
     ],
 )
-def test_a_space_that_is_broken_is_noticed(holes, pieces, message):
+def test_a_damaged_space_is_detected(holes, pieces, message):
     """Each slot is in one piece or one hole, and holes do not touch."""
     space = SlotSpace(10)
     space._holes, space._pieces = holes, pieces

@@ -1,4 +1,4 @@
-"""When a request whose history is on its way may start."""
+"""When a request may start whose history is still being loaded."""
 
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ def request():
 
 
 def known_rates(chunk_s, load_s=None):
-    """Rates by which the chunk takes `chunk_s`, and the history `load_s` from DRAM."""
+    """Make rates by which the chunk takes `chunk_s`, and the history `load_s` from DRAM."""
     rates = Rates()
     for _ in range(8):
         rates.steps.note(CHUNK, pairs(HISTORY, HISTORY + CHUNK), chunk_s)
@@ -34,7 +34,7 @@ def known_rates(chunk_s, load_s=None):
     return rates
 
 
-def announced(
+def announce_one(
     rates, *, num_layers=NUM_LAYERS, layers_ready=0, tier=None, fixed_layers=None, now_ns=0
 ):
     gate, one = StartGate(num_layers, rates), request()
@@ -46,45 +46,45 @@ def opens_ns(gate, one, now_ns, *, is_idle=False):
     return gate.opens_ns(one, CHUNK, now_ns, is_idle=is_idle)
 
 
-def test_a_history_that_is_there_starts_at_once():
-    """Nothing is waited for, whatever the rates."""
-    gate, one = announced(Rates(), layers_ready=NUM_LAYERS)
+def test_a_complete_history_starts_at_once():
+    """Whatever the rates."""
+    gate, one = announce_one(Rates(), layers_ready=NUM_LAYERS)
     assert opens_ns(gate, one, 5) == 5
     assert gate.is_certain(one)
     assert gate.buffer_layers(one) is None
 
 
 def test_with_unknown_rates_one_layer_is_enough():
-    """The first layer shows that the load goes on; then measuring begins."""
-    gate, one = announced(Rates())
+    """The first layer shows that the load makes progress; then measuring begins."""
+    gate, one = announce_one(Rates())
     assert opens_ns(gate, one, 5) > 5
     gate.on_progress(one, 1, 10)
     assert opens_ns(gate, one, 10) == 10
     assert gate.buffer_layers(one) == 1
 
 
-def test_loading_faster_than_computing_starts_with_the_first_layer_under_way():
-    """10 ms a layer to compute, 1 ms to load: the forward is never ahead."""
-    gate, one = announced(known_rates(0.1, 0.01), tier="dram")
+def test_loading_faster_than_computing_starts_during_the_first_layer():
+    """10 ms per layer to compute, 1 ms to load: the forward never overtakes it."""
+    gate, one = announce_one(known_rates(0.1, 0.01), tier="dram")
     assert opens_ns(gate, one, 0) <= 0
 
 
 def test_loading_slower_than_computing_waits_for_a_head_start():
-    """1 ms a layer to compute, 10 ms to load: it starts when the rest hides behind computing."""
-    gate, one = announced(known_rates(0.01))
+    """1 ms per layer to compute, 10 ms to load: it starts when computing hides the rest."""
+    gate, one = announce_one(known_rates(0.01))
     started_at = []
     for layer in range(1, NUM_LAYERS + 1):
         now_ns = layer * 10 * MS
         gate.on_progress(one, layer, now_ns)
         if opens_ns(gate, one, now_ns) == now_ns:
             started_at.append(layer)
-    # With 9 layers, the last is there 10 ms later and needed 9 ms later: it may be 1 ms late.
+    # With 9 layers, the last arrives 10 ms later and is needed 9 ms later: it may be 1 ms late.
     assert started_at == [9, 10]
 
 
-def test_the_layer_under_way_counts_as_time_passes():
-    """When it is nearly there, that is when to wake, without further news."""
-    gate, one = announced(known_rates(0.01))
+def test_the_layer_being_loaded_counts_with_time():
+    """The gate opens when it is nearly there, without another report."""
+    gate, one = announce_one(known_rates(0.01))
     gate.on_progress(one, 5, 50 * MS)
     assert opens_ns(gate, one, 50 * MS) == 50 * MS + HOLD_LIMIT_NS, "the next layer will be news"
     gate.on_progress(one, 8, 80 * MS)
@@ -94,18 +94,18 @@ def test_the_layer_under_way_counts_as_time_passes():
 
 
 def test_alone_it_may_wait_in_the_forward():
-    """If nobody else is held up, 20 ms more or less are all the same."""
-    gate, one = announced(known_rates(0.01))
+    """If no other request is delayed, 20 ms more or less do not matter."""
+    gate, one = announce_one(known_rates(0.01))
     gate.on_progress(one, 8, 80 * MS)
     assert opens_ns(gate, one, 80 * MS, is_idle=True) <= 80 * MS
 
 
 @pytest.mark.parametrize("compute_s", [0.001, 10.0])
-def test_a_read_buffer_that_is_set_opens_the_gate(compute_s):
+def test_a_configured_read_buffer_opens_the_gate(compute_s):
     """Whatever the rates: the load pauses there until its request is in the batch."""
-    gate, one = announced(known_rates(compute_s), fixed_layers=0)
+    gate, one = announce_one(known_rates(compute_s), fixed_layers=0)
     assert opens_ns(gate, one, 0) <= 0
-    gate, one = announced(known_rates(compute_s), fixed_layers=2)
+    gate, one = announce_one(known_rates(compute_s), fixed_layers=2)
     gate.on_progress(one, 1, 10 * MS)
     assert opens_ns(gate, one, 10 * MS) == 10 * MS + HOLD_LIMIT_NS
     gate.on_progress(one, 2, 20 * MS)
@@ -114,15 +114,15 @@ def test_a_read_buffer_that_is_set_opens_the_gate(compute_s):
 
 
 @pytest.mark.parametrize("rates", [Rates(), known_rates(0.001, 1000.0)])
-def test_a_load_that_stands_still_is_let_through(rates):
+def test_a_stalled_load_is_let_through(rates):
     """The forward's own wait has a deadline, so that the load fails there."""
-    gate, one = announced(rates, tier="dram", now_ns=7)
+    gate, one = announce_one(rates, tier="dram", now_ns=7)
     assert opens_ns(gate, one, 8) == 7 + HOLD_LIMIT_NS
 
 
-def test_news_that_are_none_do_not_count():
-    """Progress is measured when a layer arrives; of a forgotten request it is passed over."""
-    gate, one = announced(Rates(), layers_ready=2)
+def test_repeated_progress_does_not_count():
+    """Progress is measured when a layer arrives; that of a forgotten request is ignored."""
+    gate, one = announce_one(Rates(), layers_ready=2)
     gate.on_progress(one, 2, 5)
     assert gate._loads[one.number].news_ns == 0
     gate.forget(one)
@@ -130,9 +130,9 @@ def test_news_that_are_none_do_not_count():
     gate.on_progress(one, 3, 6)
 
 
-def test_rows_are_certain_once_a_step_over_them_was_believed():
-    """All layers there is not yet all rows good: the lease may turn out to be void."""
-    gate, one = announced(Rates())
+def test_rows_are_certain_after_a_successful_step():
+    """With all layers loaded not all rows are certain: the lease may turn out to be void."""
+    gate, one = announce_one(Rates())
     gate.on_progress(one, NUM_LAYERS, 5)
     assert not gate.is_certain(one)
     gate.confirm(one)
@@ -146,9 +146,9 @@ times = st.integers(1, 400).map(lambda number: Fraction(number, 1000))
 
 
 def waited_s(num_layers, load_layer_s, compute_layer_s, start_s):
-    """Seconds that the layers of a forward starting at `start_s` wait for a load that began at 0.
+    """Return the seconds that a forward starting at `start_s` waits for layers, and its end.
 
-    And when the forward is done.
+    The load began at 0.
     """
     now_s, waited_s = start_s, 0
     for layer in range(num_layers):
@@ -159,13 +159,13 @@ def waited_s(num_layers, load_layer_s, compute_layer_s, start_s):
 
 
 def exact_buffer(num_layers, load_s, compute_s):
-    """The formula's answer as a fraction; it computes with floats or fractions alike."""
+    """Compute the formula with fractions; it computes with floats or fractions alike."""
     return Fraction(buffer_layers(num_layers, load_s, compute_s))
 
 
 @given(nums_layers, times, times)
 def test_with_the_read_buffer_no_layer_waits(layers, load_s, compute_s):
-    """It is enough, and exact: with less some layer waits."""
+    """It is sufficient, and exact: with less some layer waits."""
     buffer = exact_buffer(layers, load_s, compute_s)
     assert 1 <= buffer <= layers
     assert waited_s(layers, load_s, compute_s, buffer * load_s)[0] == 0
@@ -174,7 +174,7 @@ def test_with_the_read_buffer_no_layer_waits(layers, load_s, compute_s):
 
 @given(nums_layers, times, times)
 def test_the_read_buffer_costs_no_time(layers, load_s, compute_s):
-    """Who starts with it is done as soon as who starts at once, and waits for every layer."""
+    """Starting with it ends as soon as starting at once, and waits for no layer."""
     buffer = exact_buffer(layers, load_s, compute_s)
     _, done_s = waited_s(layers, load_s, compute_s, buffer * load_s)
     assert done_s == waited_s(layers, load_s, compute_s, 0)[1]
@@ -183,15 +183,15 @@ def test_the_read_buffer_costs_no_time(layers, load_s, compute_s):
 
 @given(nums_layers, times, times)
 def test_the_papers_buffer_is_at_most_one_layer_less(layers, load_s, compute_s):
-    """It lets the last layer come when it has been computed, and the first one when it is due."""
+    """It lets the last layer arrive when it has been computed, and the first when it is due."""
     papers = max(0, layers * (1 - compute_s / load_s))
     assert papers <= exact_buffer(layers, load_s, compute_s) <= papers + 1
 
 
 @given(nums_layers, times, times)
-def test_the_gate_opens_when_the_read_buffer_is_there(layers, load_s, compute_s):
-    """To the microsecond, less one layer's computing that it may wait in the forward."""
-    gate, one = announced(
+def test_the_gate_opens_when_the_read_buffer_is_loaded(layers, load_s, compute_s):
+    """To the microsecond, less one layer's computing, for which the forward may wait."""
+    gate, one = announce_one(
         known_rates(float(layers * compute_s), float(layers * load_s)),
         num_layers=layers,
         tier="dram",

@@ -1,4 +1,4 @@
-"""The order of admission: priorities, shares of tenants, places kept."""
+"""The order of admission: priorities, shares of tenants, kept places."""
 
 from collections import Counter
 
@@ -40,15 +40,15 @@ def admit_head(queue):
 
 
 def test_equals_are_served_in_the_order_they_came():
-    """One tenant, one priority: first come, first served."""
+    """Within a tenant and a priority: first come, first served."""
     queue = queue_of()
     for number in range(5):
         queue.add(request(number))
     assert numbers(queue) == [0, 1, 2, 3, 4]
 
 
-def told(queue):
-    """What the feed has to tell: those that wait, with their ranks and histories, and who left."""
+def take_news(queue):
+    """Return the feed's news: waiting requests with ranks and histories, and those that left."""
     update = queue._feed.next_update(100)
     if update is None:
         return [], []
@@ -56,51 +56,51 @@ def told(queue):
     return sorted(update.change.waiting), list(update.change.left)
 
 
-def test_who_arrives_is_told_of_before_its_request_waits():
-    """About where that will be; to nobody else it is there before it is."""
+def test_an_arriving_turn_is_reported_before_its_request_waits():
+    """With its approximate place; only the feed sees it before."""
     queue = queue_of()
     queue.add(request(0))
     queue.report_arrival(1, request(1).key, 2, 70)
     assert (numbers(queue), len(queue)) == ([0], 1)
     assert queue.is_arriving(request(1).key)
     assert not queue.is_arriving(request(0).key)
-    assert told(queue)[0] == [
+    assert take_news(queue)[0] == [
         QueuedRequest((-2, 20.0, 1), request(1).key, 70),
         QueuedRequest((0, 0.0, 0), request(0).key, 0),
     ]
     queue.add(request(1, priority=2, history_tokens=50))
     assert numbers(queue) == [1, 0]
     assert not queue.is_arriving(request(1).key)
-    assert told(queue) == ([QueuedRequest((-2, 20.0, 1), request(1).key, 50)], [])
+    assert take_news(queue) == ([QueuedRequest((-2, 20.0, 1), request(1).key, 50)], [])
     queue.withdraw(1)
-    assert told(queue) == ([], [])
+    assert take_news(queue) == ([], [])
     assert numbers(queue) == [1, 0]
 
 
-def test_who_arrives_and_does_not_come_is_taken_back():
-    """Once; and its tenant has paid for nothing."""
+def test_an_arriving_turn_that_is_withdrawn_is_removed():
+    """Once; and its tenant has paid nothing."""
     queue = queue_of()
     queue.report_arrival(1, request(1).key, 0, 0)
-    assert told(queue) == ([QueuedRequest((0, 0.0, 1), request(1).key, 0)], [])
+    assert take_news(queue) == ([QueuedRequest((0, 0.0, 1), request(1).key, 0)], [])
     queue.withdraw(1)
     queue.withdraw(1)
-    assert told(queue) == ([], [1])
+    assert take_news(queue) == ([], [1])
     queue.report_arrival(2, request(2).key, 0, 0)
     queue.withdraw(2)
-    assert told(queue) == ([], [])
+    assert take_news(queue) == ([], [])
     queue.add(request(3))
-    assert told(queue)[0] == [QueuedRequest((0, 0.0, 3), request(3).key, 0)]
+    assert take_news(queue)[0] == [QueuedRequest((0, 0.0, 3), request(3).key, 0)]
 
 
 def test_higher_priorities_go_first():
-    """Whatever their tenant has had before."""
+    """Whatever their tenant has used before."""
     queue = queue_of()
     for number, priority in enumerate([0, -1, 5, 0, 5]):
         queue.add(request(number, priority=priority))
     assert numbers(queue) == [2, 4, 0, 3, 1]
 
 
-def test_a_tenant_that_floods_the_queue_waits_behind_its_own_requests():
+def test_a_flooding_tenant_waits_behind_its_own_requests():
     """A newcomer of another tenant is served after one of the flood, not after all."""
     queue = queue_of()
     for number in range(50):
@@ -120,7 +120,7 @@ def test_tenants_share_by_their_weights():
 
 
 def test_work_is_counted_in_tokens_without_the_history():
-    """A tenant with short turns is admitted more often; what is only loaded costs nothing."""
+    """A tenant with short turns is admitted more often; loaded tokens cost nothing."""
     queue = queue_of()
     for number in range(80):
         if number % 2:
@@ -131,8 +131,8 @@ def test_work_is_counted_in_tokens_without_the_history():
     assert served == {"short": 32, "long": 8}
 
 
-def test_an_idle_tenant_saves_up_nothing():
-    """Who comes late starts at the present, not where it left off."""
+def test_an_idle_tenant_saves_no_credit():
+    """A latecomer starts at the present, not at its old account."""
     queue = queue_of()
     for number in range(20):
         queue.add(request(number, "a"))
@@ -143,8 +143,8 @@ def test_an_idle_tenant_saves_up_nothing():
     assert {waiting.key.tenant for waiting in list(queue)[:4]} == {"a", "b"}
 
 
-def test_who_gave_up_does_not_pay():
-    """A tenant whose requests were cancelled before they were admitted is as well off as before."""
+def test_a_cancelled_request_is_not_charged():
+    """A tenant whose requests were cancelled before admission is as well off as before."""
     queue = queue_of()
     cancelled = [request(number, "a") for number in range(10)]
     queue.add(request(10, "b"))
@@ -157,8 +157,8 @@ def test_who_gave_up_does_not_pay():
     assert numbers(queue) == [10, 12, 11]
 
 
-def test_who_was_admitted_before_pays_although_it_gives_up():
-    """Cancelling after a preemption is no way to be served for nothing."""
+def test_a_request_cancelled_after_admission_is_charged():
+    """Cancelling after a preemption must not give free service."""
     queue = queue_of()
     for number in range(3):
         queue.add(request(number, "a"))
@@ -170,7 +170,7 @@ def test_who_was_admitted_before_pays_although_it_gives_up():
     assert [waiting.start_tag for waiting in queue] == [20, 40, 60]
 
 
-def test_a_preempted_request_has_its_old_place():
+def test_a_preempted_request_keeps_its_place():
     """It is before its equals that came after it."""
     queue = queue_of()
     for number in range(4):
@@ -181,8 +181,8 @@ def test_a_preempted_request_has_its_old_place():
     assert numbers(queue) == [0, 2, 3]
 
 
-def test_when_nobody_waits_nobody_owes_anything():
-    """Shares matter among those that wait at the same time."""
+def test_an_empty_queue_clears_all_accounts():
+    """Shares matter among requests that wait at the same time."""
     queue = queue_of()
     for number in range(5):
         queue.add(request(number, "a"))
@@ -194,7 +194,7 @@ def test_when_nobody_waits_nobody_owes_anything():
     assert queue._finish_tags.keys() == {"a", "b"}
 
 
-def test_cancelling_when_the_tenant_owes_nothing_is_harmless():
+def test_cancelling_after_the_accounts_were_cleared_is_harmless():
     """A request that outlives the backlog it was charged in is not refunded."""
     queue = queue_of()
     first, second = request(0, "a"), request(1, "a")
@@ -206,7 +206,7 @@ def test_cancelling_when_the_tenant_owes_nothing_is_harmless():
     assert numbers(queue) == []
 
 
-def test_ranks_are_those_of_sessions_that_wait():
+def test_waiting_sessions_have_ranks():
     """A session's rank is that of its first request; it has none when none waits."""
     queue = queue_of()
     first, other, later = request(0), request(1), request(2, priority=1)
@@ -221,7 +221,7 @@ def test_ranks_are_those_of_sessions_that_wait():
     assert numbers(queue) == [1]
 
 
-def test_the_feed_is_told_who_waits_and_who_runs():
+def test_the_feed_gets_waiting_and_running_requests():
     """Whatever comes, goes, or comes back."""
     feed = QueueFeed()
     queue, one = WaitingQueue({}, feed), request(0, priority=3, history_tokens=5)
@@ -242,8 +242,8 @@ def test_the_feed_is_told_who_waits_and_who_runs():
     assert news() == ([], [], [0])
 
 
-def test_what_does_not_wait_cannot_be_removed():
-    """A broken invariant of the caller's is not passed over."""
+def test_a_request_that_does_not_wait_cannot_be_removed():
+    """The caller's violated invariant is reported."""
     queue = queue_of()
     queue.add(request(0))
     with pytest.raises(ValueError, match="not in list"):

@@ -1,4 +1,4 @@
-"""Requests by deadline."""
+"""Deadlines of requests."""
 
 from inference_svc.core.scheduling.request import Request, RequestEvent
 from inference_svc.core.scheduling.waiting_queue import Deadlines
@@ -10,8 +10,8 @@ def request(number, deadline_ns, kind=Request):
     return kind(number, key, [1], 1, arrived_ns=0, deadline_ns=deadline_ns)
 
 
-def test_what_is_due_comes_out_once_earliest_first():
-    """A deadline that is now has passed."""
+def test_due_requests_are_returned_once_earliest_first():
+    """A deadline that equals the present has passed."""
     deadlines, requests = Deadlines(), [request(i, ns) for i, ns in enumerate((30, 10, None, 20))]
     for one in requests:
         deadlines.add(one)
@@ -21,8 +21,8 @@ def test_what_is_due_comes_out_once_earliest_first():
     assert deadlines.next_ns() == 30
 
 
-def test_what_has_ended_is_never_due():
-    """Nobody is woken for it either."""
+def test_ended_requests_are_never_due():
+    """They schedule no wake-up either."""
     deadlines, one = Deadlines(), request(1, 10)
     deadlines.add(one)
     one.move(RequestEvent.CANCEL)
@@ -31,7 +31,7 @@ def test_what_has_ended_is_never_due():
 
 
 def test_a_request_may_be_given_more_time():
-    """A later deadline counts from when the earlier one would have passed; None is for ever."""
+    """A later deadline counts once the earlier one would have passed; None is for ever."""
     deadlines, later, ever = Deadlines(), request(1, 10), request(2, 10)
     deadlines.add(later)
     deadlines.add(ever)
@@ -42,8 +42,8 @@ def test_a_request_may_be_given_more_time():
     assert deadlines.next_ns() is None
 
 
-def test_ended_requests_do_not_pile_up():
-    """A day of turns with far deadlines leaves no more than those that live."""
+def test_ended_requests_do_not_accumulate():
+    """A day of turns with far deadlines leaves no more than the live ones."""
     deadlines, living = Deadlines(), [request(i, 10**9 + i) for i in range(100)]
     for one in living:
         deadlines.add(one)
@@ -56,7 +56,7 @@ def test_ended_requests_do_not_pile_up():
 
 
 class Watched(Request):
-    """A request that counts who asks whether it has ended."""
+    """A request that counts how often it is asked whether it has ended."""
 
     num_looks = 0
 
@@ -66,8 +66,8 @@ class Watched(Request):
         return super().is_over
 
 
-def test_those_that_live_are_not_looked_through_each_time():
-    """However many have a deadline: nothing is gained by it."""
+def test_live_requests_are_not_scanned_each_time():
+    """However many have a deadline."""
     deadlines, num_requests = Deadlines(), 1000
     for number in range(num_requests):
         deadlines.add(request(number, 10**9, Watched))

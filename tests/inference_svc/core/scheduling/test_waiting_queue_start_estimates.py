@@ -1,4 +1,4 @@
-"""Estimates for those that wait."""
+"""Estimated starts of waiting requests."""
 
 import pytest
 
@@ -16,13 +16,13 @@ def request(number, prompt_tokens=100, history_tokens=0):
 
 
 def test_nothing_is_known_at_first():
-    """Starts are unknown, and a refused client is to come back in a second."""
+    """Starts are unknown, and a refused client is told to retry after a second."""
     estimates = StartEstimates(Rates())
     assert estimates.interval_s([]) == estimates.interval_s([request(1)]) == 0
     assert estimates.retry_after_s() == UNKNOWN_RETRY_S
 
 
-def test_places_become_free_as_often_as_of_late():
+def test_places_become_free_at_the_recent_rate():
     """One end, one start."""
     estimates = StartEstimates(Rates())
     estimates.on_wait(0)
@@ -33,7 +33,7 @@ def test_places_become_free_as_often_as_of_late():
 
 
 def test_pauses_do_not_count():
-    """Time in which nobody waits says nothing of how fast places become free."""
+    """Time without waiting requests says nothing about the rate of free places."""
     estimates = StartEstimates(Rates())
     estimates.on_end(1 * S, is_queue_busy=False)
     assert estimates.retry_after_s() == UNKNOWN_RETRY_S
@@ -44,8 +44,8 @@ def test_pauses_do_not_count():
     assert estimates.retry_after_s() == 3.0
 
 
-def test_before_anything_has_ended_the_prompts_count():
-    """What is computed or stored of them does not."""
+def test_before_any_end_prompts_count():
+    """Without their stored or resident tokens."""
     rates = Rates()
     for num_tokens in (1, 10, 100, 1000, 10, 100):
         rates.steps.note(num_tokens, pairs(0, num_tokens), 0.005 + 0.001 * num_tokens)

@@ -1,4 +1,4 @@
-"""The write ring's slots: how many there are, who takes them, and who waits for how long."""
+"""The write ring's slots: how many there are, which requests get them, and how long others wait."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ LIMITS = SchedulerLimits(
 
 
 def running(number, num_tokens, computed=0, *, is_saved=True):
-    """A request in the batch; with all but one token computed it decodes."""
+    """Make a request in the batch; with all but one token computed it decodes."""
     one = Request(number, SessionKey("t", "0f", str(number)), list(range(num_tokens)), 9, 0)
     one.state, one.capacity_tokens, one.is_saved = RequestState.RUNNING, 50, is_saved
     one.computed_tokens = computed
@@ -42,8 +42,8 @@ def sizes(planned):
     return [(c.request.number, c.num_tokens) for c in chunks], [r.number for r in stalled]
 
 
-def test_slots_are_taken_lowest_first_and_come_back():
-    """So that tokens of one step mostly lie side by side."""
+def test_the_lowest_slots_are_granted_first_and_come_back():
+    """So the tokens of one step are mostly adjacent."""
     slots = WriteSlots(6)
     first, second = slots.take(2), slots.take(3)
     assert (first, second, slots.num_free) == ([0, 1], [2, 3, 4], 1)
@@ -54,16 +54,16 @@ def test_slots_are_taken_lowest_first_and_come_back():
         slots.take(1)
 
 
-def test_a_slot_given_back_twice_is_noticed():
-    """Two turns would write over each other's tokens."""
+def test_a_slot_returned_twice_is_detected():
+    """Two turns would overwrite each other's tokens."""
     slots = WriteSlots(4)
     slots.release([2])
     with pytest.raises(AssertionError):
         slots.check()
 
 
-def test_the_ring_is_as_large_as_saving_needs():
-    """Two steps and what waits for its group, whatever there is; little memory has a part."""
+def test_the_ring_has_the_size_that_saving_needs():
+    """Two steps and their waiting groups, whatever the memory; little memory has a share."""
     assert write_slots_for(10**6, 512, 8, group_tokens=512, block_tokens=64) == 1024 + 8 * 512
     assert write_slots_for(10**6, 512, 8, group_tokens=1, block_tokens=64) == 1024 + 8 * 64
     assert write_slots_for(3072, 512, 8, group_tokens=512, block_tokens=64) == 614
@@ -81,8 +81,8 @@ def test_eight_turns_of_304_tokens_run_together_in_3072():
     assert len(scheduler.schedule(1).admitted) == 8
 
 
-def test_prompts_take_half_of_the_ring_and_answers_what_is_left():
-    """What one step has computed is stored while the next one computes."""
+def test_prompts_get_half_of_the_ring_and_answers_the_rest():
+    """One step's tokens are stored while the next one computes."""
     prompts = [running(1, 30), running(2, 30)]
     assert sizes(plan_chunks(prompts, LIMITS, 16)) == ([(1, 8)], [2])
     answers = [running(3, 10, computed=9), running(4, 10, computed=9)]
@@ -92,7 +92,7 @@ def test_prompts_take_half_of_the_ring_and_answers_what_is_left():
 
 
 def test_a_prompt_is_cut_at_its_marks():
-    """The state behind a chunk can be stored; what the chunk leaves is the others'."""
+    """The state behind a chunk can be stored; others get the chunk's unused tokens."""
     marked = running(1, 30)
     marked.marks = (3, 25)
     assert sizes(plan_chunks([marked, running(2, 30)], LIMITS, 16)) == ([(1, 3), (2, 5)], [])
@@ -102,13 +102,13 @@ def test_a_prompt_is_cut_at_its_marks():
     assert sizes(plan_chunks([marked], LIMITS, 16)) == ([(1, 5)], [])
 
 
-def test_who_is_not_saved_needs_no_room():
-    """Without a ring nobody is left out."""
+def test_unsaved_requests_need_no_room():
+    """Without a ring no request is left out."""
     batch = [running(1, 30, is_saved=False), running(2, 10, computed=9, is_saved=False)]
     assert sizes(plan_chunks(batch, replace(LIMITS, write_slots=0), 0)) == ([(2, 1), (1, 12)], [])
 
 
-def test_a_prompt_that_the_step_has_no_tokens_for_does_not_stall():
+def test_a_prompt_without_tokens_in_the_step_is_not_stalled():
     """It waits for its turn, not for room."""
     assert sizes(
         plan_chunks([running(1, 12), running(2, 30)], replace(LIMITS, write_slots=99), 99)
@@ -118,16 +118,16 @@ def test_a_prompt_that_the_step_has_no_tokens_for_does_not_stall():
     )
 
 
-def announced(scheduler, plan):
+def announce_all(scheduler, plan):
     for admission in plan.admitted:
         scheduler.announce(admission.request, 0, 2, layers_ready=4, is_saved=True)
 
 
-def test_who_stalls_for_too_long_runs_on_unsaved():
-    """kvd that stands still costs a later turn a recomputation, nobody the answer."""
+def test_a_request_that_stalls_for_too_long_continues_unsaved():
+    """A stalled kvd costs a later turn a recomputation, but no answer."""
     scheduler = make(write_slots=4)
     one = submit(scheduler, 1, prompt_tokens=6)
-    announced(scheduler, scheduler.schedule(1))
+    announce_all(scheduler, scheduler.schedule(1))
     plan = scheduler.schedule(3)
     held = scheduler.write_slots.take(4)
     assert [c.num_tokens for c in plan.chunks] == [2]
@@ -143,11 +143,11 @@ def test_who_stalls_for_too_long_runs_on_unsaved():
     scheduler.write_slots.release(held)
 
 
-def test_a_wait_lasts_as_long_as_anything_is_stored():
-    """Only a ring that stands still is waited for in vain."""
+def test_a_wait_lasts_while_tokens_are_stored():
+    """Only a ring that makes no progress is given up."""
     scheduler = make(write_slots=4)
     one = submit(scheduler, 1, prompt_tokens=6)
-    announced(scheduler, scheduler.schedule(1))
+    announce_all(scheduler, scheduler.schedule(1))
     held = scheduler.write_slots.take(4)
     plan = scheduler.schedule(5)
     assert (plan.stalled, plan.wake_ns) == ((one,), 5 + STALL_LIMIT_NS)
@@ -172,13 +172,13 @@ def drafts_of(planned):
     [
         (16, True, [(1, 5), (2, 5)]),
         (9, True, [(1, 5), (2, 2)]),
-        (2, True, [(1, 0), (2, 0)]),  # everybody's next token comes first
+        (2, True, [(1, 0), (2, 0)]),  # every answer's next token comes first
         (1, True, [(1, 0)]),
         (0, False, [(1, 5), (2, 5)]),
     ],
 )
 def test_drafts_take_the_room_that_next_tokens_leave(free, is_saved, expected):
-    """Nobody waits for another's guesses."""
+    """No answer waits for another's draft."""
     batch = [running(number, 10, 9, is_saved=is_saved) for number in (1, 2)]
     drafts = {number: list(range(5)) for number in (1, 2, 77)}
     planned = plan_chunks(batch, LIMITS, free, drafts)
@@ -186,8 +186,8 @@ def test_drafts_take_the_room_that_next_tokens_leave(free, is_saved, expected):
     assert all(c.num_tokens == 1 and c.num_fed == 1 + len(c.draft) for c in planned[0])
 
 
-def test_a_draft_ends_where_the_slots_do():
-    """The longest answer's last token needs none, and its draft neither."""
+def test_a_draft_ends_where_the_slots_end():
+    """The longest answer's last token needs none, nor does its draft."""
     one = running(1, 10, 9)
     one.capacity_tokens = 12
     (chunk,), _ = plan_chunks([one], LIMITS, 16, {1: [5, 6, 7, 8]})

@@ -1,4 +1,4 @@
-"""How sure drafts are: what an answer has seen, on top of what all answers have."""
+"""How likely drafts are right: an answer's own outcomes, on top of all answers'."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_nothing_is_known_at_first():
     assert Acceptance(Acceptance()).chance(20) == USUAL_CHANCE
 
 
-def test_an_answer_begins_with_what_is_known_of_all_and_soon_differs():
+def test_an_answer_begins_with_the_common_estimate_and_soon_differs():
     everybody = Acceptance()
     first = Acceptance(everybody)
     for _ in range(50):
@@ -23,7 +23,7 @@ def test_an_answer_begins_with_what_is_known_of_all_and_soon_differs():
     assert second.chance(4) < 0.2 < everybody.chance(4) < first.chance(4)
 
 
-def test_longer_agreement_is_counted_by_itself():
+def test_longer_matches_are_counted_separately():
     acceptance = Acceptance()
     for _ in range(30):
         acceptance.note(3, is_right=False)

@@ -1,4 +1,4 @@
-"""How long drafts are: as long as they make a step yield more tokens a second."""
+"""The lengths of drafts that maximise a step's tokens per second."""
 
 import random
 from itertools import product
@@ -9,7 +9,7 @@ from inference_svc.core.speculation.draft_lengths import StepCost, draft_lengths
 
 
 def rate(chances, lengths, cost):
-    """Tokens a second of a step with drafts of these lengths."""
+    """Return tokens per second of a step with drafts of these lengths."""
     tokens = sum(1 + sum(its[:length]) for its, length in zip(chances, lengths, strict=True))
     if not any(lengths):
         return tokens / cost.plain
@@ -39,19 +39,19 @@ def test_where_a_token_costs_as_much_as_a_step_nothing_is_drafted():
     assert draft_lengths([[0.99, 0.98], []], StepCost(2.0, 2.0, 1.0)) == [0, 0]
 
 
-def test_where_memory_is_what_takes_the_time_all_is_drafted():
+def test_where_memory_determines_the_time_everything_is_drafted():
     assert draft_lengths([[0.9] * 8, [0.5, 0.25]], StepCost(1.0, 1.0, 0.001)) == [8, 2]
 
 
-def test_a_graph_that_would_be_given_up_is_worth_something():
+def test_keeping_a_graph_is_worth_a_draft():
     chances = [[0.6, 0.36]]
     assert draft_lengths(chances, StepCost(1.0, 1.0, 0.05)) == [2]
     assert draft_lengths(chances, StepCost(0.4, 1.0, 0.05)) == [0]
 
 
-def test_sure_answers_draft_and_unsure_ones_do_not():
+def test_likely_answers_draft_and_unlikely_ones_do_not():
     assert draft_lengths([[0.95, 0.9, 0.85], [0.1, 0.01]], StepCost(1.0, 1.0, 0.2)) == [3, 0]
 
 
-def test_nobody_answers():
+def test_without_answers_there_are_no_drafts():
     assert draft_lengths([], StepCost()) == []

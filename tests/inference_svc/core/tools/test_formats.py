@@ -1,4 +1,7 @@
-"""Calls as each family writes them, by its name: read back, in pieces, cut off; what is none."""
+"""Calls in the format of each family: read back, in pieces, cut off.
+
+And texts that are no calls.
+"""
 
 import json
 
@@ -12,7 +15,7 @@ from inference_svc.core.tools.reader import MAX_HEAD, read_whole
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,
-    called,
+    calls_of,
     reader_of,
     writings,
     wrote,
@@ -40,29 +43,29 @@ NO_JSON = (
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 
 
-def squeezed(text):
-    """A text without what may stand between calls."""
+def squeeze(text):
+    """Return a text without the blanks allowed between calls."""
     return "".join(text.split()).replace(";", "").replace(",", "")
 
 
 def in_pieces(reader, pieces):
-    """What is read out of pieces."""
+    """Return the result of reading pieces."""
     return collect_answer([part for piece in pieces for part in reader.push(piece)] + reader.end())
 
 
 @settings(max_examples=examples(300))
 @given(writings())
-def test_calls_are_read_as_they_were_meant(case):
-    """Names and arguments, in order; what was said before stays, and nothing else."""
+def test_calls_round_trip(case):
+    """Names and arguments, in order; earlier text stays, and nothing else."""
     before, writing, family = case
     answer = read_whole(reader_of(family), writing.text)
-    assert called(answer) == writing.calls
+    assert calls_of(answer) == writing.calls
     assert answer.content == (before if before.strip() else "")
 
 
 @settings(max_examples=examples(100))
 @given(writings(), st.data())
-def test_pieces_say_the_same_as_the_whole(case, data):
+def test_pieces_give_the_same_as_the_whole(case, data):
     """Wherever the answer is cut: at each character in two, in characters, in any pieces."""
     _, writing, family = case
     text = writing.text
@@ -77,23 +80,23 @@ def test_pieces_say_the_same_as_the_whole(case, data):
 
 @settings(max_examples=examples(100))
 @given(writings())
-def test_an_answer_that_is_cut_off_calls_what_is_complete(case):
-    """The rest is text, all of it; it calls nothing, whatever is in it."""
+def test_an_answer_that_is_cut_off_has_its_complete_calls(case):
+    """The rest is text, all of it; it calls nothing, whatever it contains."""
     before, writing, family = case
     for cut in range(len(writing.text)):
         answer = read_whole(reader_of(family), writing.text[:cut])
         complete = [step for step in writing.steps if step.enough <= cut]
-        assert called(answer) == [call for step in complete for call in step.calls]
+        assert calls_of(answer) == [call for step in complete for call in step.calls]
         end = min(complete[-1].end, cut) if complete else min(len(before), cut)
-        left = squeezed(writing.text[end:cut])
+        left = squeeze(writing.text[end:cut])
         if complete and FAMILIES[family] == "deepseek" and DEEPSEEK_MARKS[-1].startswith(left):
-            continue  # a part of the last mark, or of the next: either is nobody's text
-        assert squeezed(answer.content) == squeezed(before[:cut]) + left
+            continue  # part of the last mark, or of the next: neither is text
+        assert squeeze(answer.content) == squeeze(before[:cut]) + left
 
 
 @settings(max_examples=examples(100))
 @given(writings())
-def test_tools_that_nobody_offered_are_not_called(case):
+def test_unknown_tools_are_not_called(case):
     """The text is as the model wrote it."""
     _, writing, family = case
     answer = read_whole(reader_of(family, names=("other",)), writing.text)
@@ -104,28 +107,28 @@ def test_tools_that_nobody_offered_are_not_called(case):
 @families
 @pytest.mark.parametrize("arguments", NO_OBJECTS + NO_JSON, ids=lambda text: text[:20] or "none")
 def test_arguments_that_are_no_object_are_text(family, arguments):
-    """However far one can read in them."""
+    """However far they can be parsed."""
     text = wrote(family, [("weather", "HERE")]).text.replace('"HERE"', arguments)
     answer = read_whole(reader_of(family), text)
     assert (answer.content, answer.calls) == (text, ())
 
 
 @families
-def test_arguments_may_be_json_in_a_text(family):
-    """Models do so, where the arguments are a member of an object."""
+def test_arguments_may_be_json_in_a_string(family):
+    """Models write them so where the arguments are a member of an object."""
     text = wrote(family, [("weather", '{"a": "b"}')]).text
     answer = read_whole(reader_of(family), text)
     has_header = family.__name__ in {"mistral_named", "deepseek_v3", "deepseek_v31"}
-    assert called(answer) == ([] if has_header else [("weather", {"a": "b"})])
+    assert calls_of(answer) == ([] if has_header else [("weather", {"a": "b"})])
 
 
 @families
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_no_more_calls_than_are_wanted(family, most):
-    """The others are nobody's text."""
+def test_surplus_calls_are_dropped(family, most):
+    """They are no text either."""
     calls = [("weather", {"a": 1}), ("get_time", {}), ("weather", {"a": 2})]
     answer = read_whole(reader_of(family, most_calls=most), wrote(family, calls).text)
-    assert (answer.content, called(answer)) == ("", calls[:most])
+    assert (answer.content, calls_of(answer)) == ("", calls[:most])
 
 
 @families
@@ -134,14 +137,14 @@ def test_no_more_calls_than_are_wanted(family, most):
     [
         ("weather", None),  # cut
         ("nobody", '"'),
-        ("weather", '\\q"'),  # no JSON
+        ("weather", '\\q"'),  # not JSON
         ("weather", '" "b"'),
         ("weather", '", "b": NaN, "c": ""'),
         ("weather", '", "a": ""'),
     ],
 )
-def test_a_call_in_a_text_of_what_is_no_call_is_text(family, name, rest):
-    """Who can make a model repeat a text must not get it to call what is in there."""
+def test_a_call_inside_an_invalid_one_is_text(family, name, rest):
+    """A quoted text must not become a call."""
     inner = json.dumps(wrote(family, [("get_time", {})]).text)[:-1]
     text = wrote(family, [(name, {"a": "HERE"})]).text.replace('"HERE"', f"{inner}{rest}")
     if rest is None:
@@ -158,8 +161,8 @@ def test_a_call_in_a_text_of_what_is_no_call_is_text(family, name, rest):
         st.sampled_from([*'<{["|tn:_ \n;,', "tool_c", "[TOOL_CALLS", DEEPSEEK_MARKS[0][:-1]])
     ).map("".join)
 )
-def test_text_is_not_changed_and_not_held_back(family, text):
-    """All is out at once but what may begin a call: a part of a mark, or of an object."""
+def test_text_is_unchanged_and_not_withheld(family, text):
+    """Except a possible beginning of a call: part of a mark, or of an object."""
     reader = reader_of(family)
     said = collect_answer([part for character in text for part in reader.push(character)]).content
     held = collect_answer(reader.end()).content
@@ -169,8 +172,8 @@ def test_text_is_not_changed_and_not_held_back(family, text):
 
 
 @families
-def test_text_about_calls_is_out_at_once(family):
-    """Names of marks, and what looks like them, in prose and in code."""
+def test_text_about_calls_is_not_withheld(family):
+    """Names of marks, and similar text, in prose and in code."""
     for text in (
         "a < b and {c} or [d]",
         '{"a": 1, "b": [2]} is JSON',
@@ -187,8 +190,8 @@ def test_text_about_calls_is_out_at_once(family):
 
 
 @families
-def test_text_behind_a_call_is_said(family):
-    """And what follows it can be a call again."""
+def test_text_behind_a_call_is_shown(family):
+    """And another call may follow it."""
     first, second = (wrote(family, [(name, {"a": 1})]).text for name in NAMES[:2])
     answer = read_whole(reader_of(family), f"{first} and then {second}")
     assert answer.calls[0].name == NAMES[0]
@@ -196,8 +199,8 @@ def test_text_behind_a_call_is_said(family):
 
 
 @pytest.mark.parametrize("start", ["[TOOL_CALLS]", "".join(DEEPSEEK_MARKS[:2])])
-def test_a_header_has_so_many_characters_at_most(start):
-    """Longer ones are text, at once: a model may have written a mark and mean nothing by it."""
+def test_the_length_of_a_header_is_limited(start):
+    """Longer ones are text, at once: a model may write a mark by accident."""
     name = next(name for name, made in FORMATS.items() if made.marks[0] in start)
     reader = FORMATS[name].reader(NAMES, None)
     held = start + "x" * (MAX_HEAD - 1)
@@ -212,7 +215,7 @@ CALL = ("weather", {"city": "Bern"})
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_the_first_format_that_reads_a_call_is_its_own(family):
-    """So that the format of a model can be found by trying them."""
+    """So the format of a model can be found by trying them."""
     text = wrote(family, [CALL]).text
     read = [
         name for name, made in FORMATS.items() if read_whole(made.reader(NAMES, None), text).calls
@@ -222,15 +225,15 @@ def test_the_first_format_that_reads_a_call_is_its_own(family):
 
 
 def test_names_are_those_of_the_formats():
-    """What is only JSON is tried last."""
+    """Plain JSON is tried last."""
     assert [made.name for made in FORMATS.values()] == list(FORMATS)
     assert list(FORMATS)[-1] == "json"
 
 
-def test_the_plain_format_reads_no_calls():
+def test_the_text_format_reads_no_calls():
     """All is text."""
     text = "".join(wrote(family, [CALL]).text for family in FAMILIES)
     answer = read_whole(PLAIN.reader(NAMES, None), text)
-    assert (answer.content, called(answer)) == (text, [])
+    assert (answer.content, calls_of(answer)) == (text, [])
     assert PLAIN.reader(NAMES, None).push("") == []
     assert PLAIN.marks == ()

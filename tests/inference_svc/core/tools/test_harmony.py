@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: what it thinks, says and calls."""
+"""Answers of gpt-oss: thoughts, text and calls."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inference_svc.core.tools.harmony import BODY, MAX_HEADER, HarmonyReader
 from inference_svc.core.tools.parts import ReadAnswer, collect_answer
 from inference_svc.core.tools.reader import read_whole
-from tests.inference_svc.core.tools.written_calls import NAMES, called, values
+from tests.inference_svc.core.tools.written_calls import NAMES, calls_of, values
 from tests.sampled import examples
 
 ANALYSIS = "<|channel|>analysis<|message|>It wants rain.<|end|>"
@@ -23,7 +23,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
 
 
 def read(text, names=NAMES, most_calls=None):
-    """Read a whole answer; make sure that its pieces say the same."""
+    """Read a whole answer; check that its pieces give the same."""
     whole = read_whole(HarmonyReader(names, most_calls), text)
     for cut in range(len(text)):
         reader = HarmonyReader(names, most_calls)
@@ -39,13 +39,13 @@ def read(text, names=NAMES, most_calls=None):
     return whole
 
 
-def test_all_that_an_answer_has():
-    """What it thinks and says, and its calls in order; the names of channels are nobody's."""
+def test_all_parts_of_an_answer():
+    """Thoughts, texts, and calls in order; names of channels are not shown."""
     answer = read(ANALYSIS + PREAMBLE + CALL + EARLY + FINAL)
     assert answer.reasoning == "It wants rain."
     assert answer.content == "Let me see.It rains."
-    assert called(answer) == [("weather", {"city": "Bern"}), ("get_time", {})]
-    assert called(read(ANALYSIS + CALL + EARLY, most_calls=1)) == [("weather", {"city": "Bern"})]
+    assert calls_of(answer) == [("weather", {"city": "Bern"}), ("get_time", {})]
+    assert calls_of(read(ANALYSIS + CALL + EARLY, most_calls=1)) == [("weather", {"city": "Bern"})]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_an_answer_without_headers_is_text(text):
     assert read(text) == ReadAnswer(text, "", ())
 
 
-def test_text_is_out_at_once():
-    """But what may be the beginning of a mark, or of a header."""
+def test_text_is_shown_at_once():
+    """Except a possible beginning of a mark, or of a header."""
     reader = HarmonyReader(NAMES)
     assert collect_answer(reader.push("to do: a <")).content == "to do: a "
     assert collect_answer(reader.push("b <|start|")).content == "<b "
@@ -88,8 +88,8 @@ def test_text_is_out_at_once():
 @pytest.mark.parametrize(
     "arguments", ["", "{", "[1]", "{}}", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "\\ud800"}', "x"]
 )
-def test_a_call_that_is_none_is_text(arguments):
-    """With its header; so is one of a tool that nobody offered."""
+def test_an_invalid_call_is_text(arguments):
+    """With its header; so is one of an unknown tool."""
     text = CALL.replace('{"city": "Bern"}', arguments)
     shown = text.removesuffix("<|call|>")
     assert read(text) == ReadAnswer(shown, "", ())
@@ -97,17 +97,17 @@ def test_a_call_that_is_none_is_text(arguments):
     assert read(text, names=("other",)) == ReadAnswer(shown, "", ())
 
 
-def test_text_of_an_unknown_tool_is_out_at_once():
-    """Nobody waits for a call that cannot come."""
+def test_text_for_an_unknown_tool_is_shown_at_once():
+    """No call can follow."""
     reader = HarmonyReader(("other",))
     said = collect_answer(reader.push(CALL.removesuffix('n"}<|call|>'))).content
     assert said.endswith('{"city": "Ber')
 
 
 def test_an_answer_that_is_cut_off():
-    """Calls what is complete, and thinks and says what was thought and said.
+    """It has its complete calls, and the thoughts and texts so far.
 
-    A mark is a token, and not cut.
+    A mark is one token, and never cut.
     """
     text = ANALYSIS + PREAMBLE + CALL + FINAL
     places = [place for mark in ("It wants", "Let me", "<|call|>") for place in [text.index(mark)]]
@@ -120,8 +120,8 @@ def test_an_answer_that_is_cut_off():
             assert len(answer.calls) == (cut >= places[-1])
 
 
-def test_what_is_no_header_is_text():
-    """One that does not end, within as many characters as headers have at most."""
+def test_invalid_headers_are_text():
+    """One that does not end within the maximal length of a header."""
     begun = "<|channel|>analysis<|message|>a<|end|>"
     long = "<|start|>" + "b" * (MAX_HEADER + len(BODY))
     assert read(begun + long) == ReadAnswer("b" * (MAX_HEADER + len(BODY)), "a", ())
@@ -139,8 +139,8 @@ some_calls = st.tuples(
 
 @settings(max_examples=examples(100))
 @given(thoughts=words, said=words, calls=st.lists(some_calls, max_size=2), final=words)
-def test_messages_in_any_order_are_read_back(thoughts, said, calls, final):
-    """Whatever they say, as long as it is no mark."""
+def test_messages_in_any_order_round_trip(thoughts, said, calls, final):
+    """With any text that is no mark."""
     text = f"<|channel|>analysis<|message|>{thoughts}<|end|>"
     text += f"<|start|>assistant<|channel|>commentary<|message|>{said}<|end|>"
     for name, arguments, is_early in calls:
@@ -151,4 +151,4 @@ def test_messages_in_any_order_are_read_back(thoughts, said, calls, final):
     text += f"<|start|>assistant<|channel|>final<|message|>{final}"
     answer = read(text)
     assert (answer.reasoning, answer.content) == (thoughts, said + final)
-    assert called(answer) == [(name, arguments) for name, arguments, _ in calls]
+    assert calls_of(answer) == [(name, arguments) for name, arguments, _ in calls]

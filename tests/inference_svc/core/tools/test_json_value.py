@@ -1,4 +1,4 @@
-"""JSON out of an answer that may not be complete, and calls of it."""
+"""JSON in an answer that may be incomplete, and calls of it."""
 
 import json
 from itertools import accumulate, pairwise
@@ -31,7 +31,7 @@ objects = st.dictionaries(texts, values, max_size=3)
     is_ascii=st.booleans(),
 )
 def test_a_value_is_complete_at_its_last_character(value, indent, blanks, rest, is_ascii):
-    """Not before, wherever it is cut; what follows it is not read."""
+    """Not before, wherever it is cut; text behind it is not read."""
     options = {
         "indent": indent,
         "ensure_ascii": is_ascii,
@@ -45,8 +45,8 @@ def test_a_value_is_complete_at_its_last_character(value, indent, blanks, rest, 
 
 @settings(max_examples=examples(200))
 @given(text=st.text('{}[]":,\\utrnael0.e-+ \n', max_size=40).map('{"a": '.__add__))
-def test_what_is_no_value_stays_none(text):
-    """Read from any of its beginnings: none, then perhaps a value or an error, and no other."""
+def test_invalid_text_stays_invalid(text):
+    """Growing prefixes give none, then perhaps a value or an error, and no change after that."""
     known = []
     for cut in range(1, len(text) + 1):
         try:
@@ -60,7 +60,7 @@ def test_what_is_no_value_stays_none(text):
 
 @given(value=objects, indent=st.sampled_from([None, 1]), sizes=st.lists(st.integers(1, 9)))
 def test_an_object_is_open_up_to_its_last_character(value, indent, sizes):
-    """Whatever its texts hold, and whatever the pieces are in which it comes."""
+    """Whatever its strings contain, and whatever its pieces are."""
     text = "[x] " + json.dumps(value, indent=indent)
     nesting = Nesting()
     assert not nesting.is_open(text[:4])
@@ -70,7 +70,7 @@ def test_an_object_is_open_up_to_its_last_character(value, indent, sizes):
 
 
 def test_an_escape_may_be_cut():
-    """What comes next belongs to it."""
+    """The next character belongs to it."""
     nesting = Nesting()
     assert nesting.is_open('{"a": "\\')
     assert nesting.is_open('{"a": "\\"}')
@@ -78,15 +78,15 @@ def test_an_escape_may_be_cut():
     assert not nesting.is_open('{"a": "\\"}\\\\"}')
 
 
-def test_an_error_tells_how_far_was_read():
-    """Nothing before that place can be the beginning of a value."""
+def test_an_error_has_the_position():
+    """No value can begin before it."""
     for text, end in (("  x", 2), ('"{}"', 0), ("[1]", 0), ('{"a": "b" "c": 1, 2}', 10)):
         with pytest.raises(NoCallError) as raised:
             read_value(text, 0)
         assert raised.value.end == end
 
 
-def test_half_an_escape_is_waited_for():
+def test_an_incomplete_escape_is_waited_for():
     """The characters of an escape, of a word and of a number come one by one."""
     for text in ('{"a": "\\', '{"a": "\\ud83d\\ude', '{"a": tru', '{"a": -', '{"a": -Infinit'):
         assert read_value(text, 0) is None
@@ -96,8 +96,8 @@ def test_half_an_escape_is_waited_for():
         read_value('{"a": truth and more', 0)
 
 
-def test_line_breaks_in_texts_are_taken():
-    """Models write them so, and JSON does not allow it."""
+def test_line_breaks_in_strings_are_accepted():
+    """Models write them, although JSON does not allow it."""
     call = make_call(RequestedCall("a", '{"text": "one\ntwo\tthree"}'))
     assert call.values == {"text": "one\ntwo\tthree"}
     assert "\n" not in call.arguments
@@ -123,7 +123,7 @@ def test_names_and_arguments_of_an_object(value, asked):
 
 @given(name=st.text(max_size=3), arguments=objects, is_text=st.booleans())
 def test_a_call_has_its_arguments_as_json(name, arguments, is_text):
-    """Whether they came as an object or in a text; characters are written as they are."""
+    """Whether they came as an object or in a string; characters are not escaped."""
     call = make_call(RequestedCall(name, json.dumps(arguments) if is_text else arguments))
     assert (call.name, call.values, call.call_id) == (name, arguments, "")
     assert call.arguments == json.dumps(arguments, ensure_ascii=False)
@@ -145,7 +145,7 @@ def test_a_call_has_its_arguments_as_json(name, arguments, is_text):
     ],
 )
 def test_what_is_no_call(asked):
-    """A name that is none, and arguments that are no object of JSON."""
+    """An invalid name, and arguments that are no JSON object."""
     with pytest.raises(NoCallError):
         make_call(asked)
 

@@ -1,6 +1,6 @@
-"""The parts of an answer, put together; calls that are bound are shown as they come.
+"""The parts of an answer, joined; bound calls are shown as they stream.
 
-Every format's, wherever the answer is cut.
+Of every format, wherever the answer is cut.
 """
 
 import json
@@ -31,7 +31,7 @@ from inference_svc.core.tools.reader import read_whole
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,
-    called,
+    calls_of,
     hermes_turned,
     mistral,
     plain_json,
@@ -57,19 +57,19 @@ HARMONY = (
 
 
 def parts_of(reader, pieces):
-    """What an answer is that comes in pieces."""
+    """Return the parts of an answer that comes in pieces."""
     return merge_texts([part for piece in pieces for part in reader.push(piece)] + reader.end())
 
 
-def test_an_answer_is_summed_up():
+def test_an_answer_is_summarised():
     """By kind, each in order."""
     parts = [Content("a"), Reasoning("b"), MADE, Content("c"), Reasoning("d")]
     found = collect_answer(parts)
     assert (found.content, found.reasoning, found.calls) == ("ac", "bd", (MADE,))
 
 
-def test_a_call_in_pieces_is_one():
-    """With its id; also one that was cut."""
+def test_pieces_of_a_call_are_joined():
+    """With its id; also of one that was cut."""
     pieces = [CallArguments('{"b"'), CallArguments(": 1")]
     parts = [CallBegun("a", "c1"), *pieces, CallEnded(is_cut=True), Content("x")]
     assert list(with_whole_calls(parts)) == [
@@ -78,21 +78,21 @@ def test_a_call_in_pieces_is_one():
     ]
 
 
-def test_texts_that_follow_one_another_are_joined():
+def test_adjacent_texts_of_a_kind_are_joined():
     """Of a kind."""
     parts = [Content("a"), Content("b"), Reasoning("c"), Reasoning("d"), MADE, Content("e")]
     assert merge_texts(parts) == [Content("ab"), Reasoning("cd"), MADE, Content("e")]
 
 
-def test_every_format_binds_its_calls():
-    """That is, what it closes them with is known."""
+def test_every_format_has_bound_calls():
+    """That is, its closing marks are known."""
     assert all(made.closings for made in FORMATS.values())
 
 
 @settings(max_examples=examples(300))
 @given(drawn=writings(tuple(NAME_FIRST)), data=st.data())
-def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
-    """What it says, and its calls in order: with any blanks, in any pieces, some or all shown."""
+def test_a_whole_answer_is_read_as_if_unbound(drawn, data):
+    """Its texts and calls in order: with any blanks, in any pieces, some or all shown."""
     _, writing, family = drawn
     most_calls = data.draw(st.none() | st.integers(1, 3))
     wanted = read_whole(reader_of(family, NAMES, most_calls), writing.text)
@@ -104,7 +104,7 @@ def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
     for found in (pieces, writing.text, [writing.text]):
         reader = reader_of(family, NAMES, most_calls, is_bound=True)
         parts = parts_of(reader, found)
-        assert called(collect_answer(parts)) == called(wanted)
+        assert calls_of(collect_answer(parts)) == calls_of(wanted)
         assert collect_answer(parts).content == wanted.content
         assert is_open(reader.last_call) is None
 
@@ -116,8 +116,8 @@ def test_a_whole_answer_is_read_as_if_it_were_not_bound(drawn, data):
     arguments=objects,
     data=st.data(),
 )
-def test_pieces_are_the_whole(family, name, arguments, data):
-    """Also where it is cut: the arguments are out as they are written, and none before the name."""
+def test_pieces_add_up_to_the_whole(family, name, arguments, data):
+    """Also where it is cut: arguments are shown as they are written, and none before the name."""
     text = wrote(family, [(name, arguments)]).text
     cut = data.draw(st.integers(0, len(text)))
     reader = reader_of(family, is_bound=True)
@@ -139,28 +139,28 @@ def test_pieces_are_the_whole(family, name, arguments, data):
 @example(end=len(HARMONY), size=len(HARMONY))
 @given(end=st.integers(0, len(HARMONY)), size=st.integers(1, 9))
 def test_answers_of_gpt_oss(end, size):
-    """Texts, thoughts and calls in order; a mark that is spelled in an argument is one of it."""
+    """Texts, thoughts and calls in order; a mark spelled in an argument belongs to it."""
     text = HARMONY[:end]
     reader = HarmonyReader(NAMES, is_bound=True)
     parts = parts_of(reader, [text[at : at + size] for at in range(0, end, size)])
     whole = read_whole(HarmonyReader(NAMES, is_bound=True), text)
     assert collect_answer(parts) == whole
     if end == len(HARMONY):
-        assert called(whole) == [("weather", {"city": "Bern <|end|>"}), ("get_time", {})]
+        assert calls_of(whole) == [("weather", {"city": "Bern <|end|>"}), ("get_time", {})]
         assert (whole.reasoning, whole.content) == ("It wants rain.", "Let me see.It rains.")
 
 
-def test_what_follows_a_call_of_gpt_oss_in_its_message():
-    """Blanks are nobody's; anything else is said."""
+def test_text_behind_a_call_of_gpt_oss():
+    """Blanks are dropped; anything else is text."""
     text = "to=functions.get_time<|message|>{} \n so<|call|>"
     answer = read_whole(HarmonyReader(NAMES, is_bound=True), text)
-    assert (answer.content, called(answer)) == ("so", [("get_time", {})])
+    assert (answer.content, calls_of(answer)) == ("so", [("get_time", {})])
     one = read_whole(HarmonyReader(NAMES, 1, is_bound=True), HARMONY)
-    assert [name for name, _ in called(one)] == ["weather"]
+    assert [name for name, _ in calls_of(one)] == ["weather"]
 
 
-def test_arguments_come_as_they_are_written():
-    """Each token's as soon as it is there, of every call; what stands between is text."""
+def test_arguments_are_streamed_as_they_are_written():
+    """Each token's as soon as it exists, of every call; text in between is text."""
     reader = FORMATS["hermes"].reader(NAMES, is_bound=True)
     pieces = ["Well. <tool", '_call>\n{"name": "wea', 'ther", "arguments":', " {", '"a": "x']
     assert [reader.push(piece) for piece in pieces] == [
@@ -195,16 +195,16 @@ def test_arguments_come_as_they_are_written():
         ("gpt-oss", "to=functions.weather<|message|>["),
     ],
 )
-def test_what_is_not_certain_is_held_or_text(name, text):
-    """As ever: of what may yet be none, a client gets no call."""
+def test_uncertain_calls_are_withheld_or_text(name, text):
+    """A client gets no call that may turn out to be none."""
     reader = FORMATS[name].reader(NAMES, is_bound=True)
     parts = parts_of(reader, text)
     assert collect_answer(parts) == read_whole(FORMATS[name].reader(NAMES), text)
     assert not collect_answer(parts).calls
 
 
-def test_a_list_of_calls_that_goes_wrong():
-    """What was shown stays; what is none is text."""
+def test_a_broken_list_of_calls():
+    """Shown calls stay; the rest is text."""
     section, begin, separator, end, section_end = DEEPSEEK_MARKS
     calls = f"{section}{begin}weather{separator}{{}}{end}"
     for name, text, content in (
@@ -217,19 +217,19 @@ def test_a_list_of_calls_that_goes_wrong():
     ):
         for pieces in (text, [text]):
             answer = collect_answer(parts_of(FORMATS[name].reader(NAMES, is_bound=True), pieces))
-            assert (answer.content, called(answer)) == (content, [("weather", {})])
+            assert (answer.content, calls_of(answer)) == (content, [("weather", {})])
 
 
-def test_a_list_goes_on_to_the_next_tool_that_there_is():
-    """In a list that names none, it has no more calls."""
+def test_a_list_ends_at_an_unknown_tool():
+    """The rest of it is text."""
     writing = wrote(mistral, [("weather", {"a": 1}), ("fly", {})])
     answer = read_whole(reader_of(mistral, is_bound=True), writing.text)
-    assert called(answer) == [("weather", {"a": 1})]
+    assert calls_of(answer) == [("weather", {"a": 1})]
     assert answer.content.startswith(', {"name": "fly"')
 
 
 def test_what_closes_a_call():
-    """Pieces behind blanks; what is behind them is not the call's, and what is none is not held."""
+    """Marks behind blanks; text behind them is not the call's, and other text is not withheld."""
     closing = (END_OF_OBJECT, "</t>")
     call = OpenCall("a", closing)
     assert call.push('{"b": 1} , "id": "c"\n}') == [CallArguments('{"b": 1}'), CallEnded()]
@@ -250,10 +250,10 @@ def test_what_closes_a_call():
 
 
 def test_several_calls_without_a_mark():
-    """Each is shown as it comes."""
+    """Each is shown as it streams."""
     writing = wrote(plain_json, [("weather", {"a": [1]}), ("get_time", {}), ("weather", {})])
     parts = parts_of(reader_of(plain_json, is_bound=True), writing.text)
-    assert called(collect_answer(parts)) == writing.calls
+    assert calls_of(collect_answer(parts)) == writing.calls
 
 
 @given(text=st.text("abc", max_size=8), marks=st.lists(st.text("abc", min_size=1, max_size=4)))

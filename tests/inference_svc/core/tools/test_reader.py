@@ -23,7 +23,7 @@ from inference_svc.core.tools.reader import ForcedReader, MarkedReader, read_who
 from tests.inference_svc.core.tools.written_calls import (
     FAMILIES,
     NAMES,
-    called,
+    calls_of,
     hermes_turned,
     reader_of,
     texts,
@@ -36,8 +36,8 @@ CALL = '<tool_call>{"name": "a"}</tool_call>'
 MADE = ToolCall("a", "{}")
 
 
-def test_parts_come_in_their_order():
-    """Texts that follow one another are one part."""
+def test_parts_keep_their_order():
+    """Adjacent texts are one part."""
     reader = MarkedReader(HERMES, ("a",))
     assert reader.push(f"<b {CALL} {CALL}<tool_call>") == [Content("<b "), MADE, MADE]
     assert reader.push("?<tool_call>, not said") == [Content("<tool_call>?<tool_call>, not said")]
@@ -45,8 +45,8 @@ def test_parts_come_in_their_order():
     assert reader.end() == []
 
 
-def test_blanks_beside_calls_are_nobodys_text():
-    """But where there are no calls, or other text is beside them."""
+def test_blanks_beside_calls_are_dropped():
+    """But not without calls, or beside other text."""
     for text, content in (
         (f"\n {CALL}\n {CALL}\n", ""),
         (" \n", " \n"),
@@ -58,7 +58,7 @@ def test_blanks_beside_calls_are_nobodys_text():
 
 
 class Counting(Hermes):
-    """Counts how much it reads."""
+    """Counts how many characters it reads."""
 
     num_read = 0
 
@@ -69,7 +69,7 @@ class Counting(Hermes):
 
 @pytest.mark.parametrize("item", ["1", '"b c\\\\ d"', '{"b": [{}]}', "[[]]"])
 def test_a_long_call_is_not_read_again_with_each_piece(item):
-    """What is read in all grows as the call does, and not with its square."""
+    """The total work is linear in the length, not quadratic."""
     text = f'<tool_call>{{"name": "a", "arguments": {{"b": [{", ".join([item] * 4000)}]}}}}'
     Counting.num_read = 0
     reader = MarkedReader(Counting("a", ("<tool_call>",), marks=HERMES.marks), ("a",))
@@ -78,8 +78,8 @@ def test_a_long_call_is_not_read_again_with_each_piece(item):
     assert Counting.num_read < 20 * len(text)
 
 
-def test_what_is_no_call_is_out_soon():
-    """Once so much more of it came as an eighth of what is held."""
+def test_invalid_calls_are_released_soon():
+    """Once an eighth of the withheld text was added."""
     reader = MarkedReader(HERMES, ("a",))
     text = '<tool_call>{"name": ' + '"a", ' * 100
     said = "".join(part.text for character in text for part in reader.push(character))
@@ -131,7 +131,7 @@ def test_pieces_are_the_whole(family, name, arguments, data):
     said = "".join(piece.text for piece in pieces)
     assert json.dumps(arguments, ensure_ascii=False).startswith(said)
     if cut == len(text):
-        assert called(collect_answer(parts)) == called(read_whole(reader_of(family), text))
+        assert calls_of(collect_answer(parts)) == calls_of(read_whole(reader_of(family), text))
         assert said == json.dumps(arguments, ensure_ascii=False)
     (call,) = collect_answer(parts).calls
     assert call.values == json.loads(close_object(said))

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers is read apart, however the text comes."""
+"""A model's thoughts before its answer are separated, however the text streams."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
 def reader(name=""):
-    """A reader of thoughts, before those of a format of calls."""
+    """Make a reader of thoughts, in front of a format of calls."""
     return ThoughtReader(MARKS, FORMATS[name].reader({"look"}, None) if name else PlainReader())
 
 
@@ -39,14 +39,14 @@ def reader(name=""):
         ("", "", ""),
     ],
 )
-def test_a_thought_is_what_stands_between_marks_at_the_beginning(text, reasoning, content):
-    """The blanks around it are nobody's; what is never closed is all thought."""
+def test_a_thought_is_the_text_between_marks_at_the_beginning(text, reasoning, content):
+    """Without the blanks around it; an unclosed one is all thought."""
     read = read_whole(reader(), text)
     assert (read.reasoning, read.content) == (reasoning, content)
 
 
 def test_a_call_may_follow_a_thought():
-    """What is thought about calls is none."""
+    """Calls within the thought are ignored."""
     read = read_whole(reader("hermes"), f"<think>{CALL}?</think>\n{CALL}")
     assert (read.reasoning, read.content) == (f"{CALL}?", "")
     assert read.calls == (ToolCall("look", "{}"),)
@@ -56,7 +56,7 @@ def test_a_call_may_follow_a_thought():
     st.lists(st.sampled_from([*"<think>/ \n", "<think>", "</think>", "a", CALL]), max_size=12),
     st.lists(st.integers(0, 80), max_size=8),
 )
-def test_pieces_are_read_as_the_whole(parts, cuts):
+def test_pieces_are_read_like_the_whole(parts, cuts):
     """Wherever they are cut."""
     text = "".join(parts)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -65,8 +65,8 @@ def test_pieces_are_read_as_the_whole(parts, cuts):
     assert collect_answer([*found, *one.end()]) == read_whole(reader("hermes"), text)
 
 
-def test_it_is_known_where_a_thought_is_under_way():
-    """Between the marks, wherever they are complete."""
+def test_an_active_thought_is_recognised():
+    """Between complete marks."""
     one = reader()
     states = []
     for piece in ("\n", "<thi", "nk>", "a", "</thi", "nk>", "b"):
@@ -84,8 +84,8 @@ def test_it_is_known_where_a_thought_is_under_way():
         ("{{ m.content }}", None),
     ],
 )
-def test_the_marks_that_a_template_knows(template, opening):
-    """Of templates that know none, nothing is read apart."""
+def test_marks_come_from_the_template(template, opening):
+    """For templates without marks no thought is separated."""
     marks = marks_in(template)
     assert (marks and marks.opening) == opening
 

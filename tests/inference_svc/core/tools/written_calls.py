@@ -11,7 +11,7 @@ from inference_svc.core.tools.formats import DEEPSEEK_MARKS, FORMATS
 
 NAMES = ("weather", "get_time", "ns.add-1")
 BLANKS = ("", " ", "\n", "\r\n\t ")
-# What could be mistaken for structure, wherever it stands.
+# Texts that could be mistaken for structure, wherever they appear.
 LURES = (
     "<tool_call>",
     "</tool_call>",
@@ -29,11 +29,11 @@ LURES = (
 
 
 class Step(NamedTuple):
-    """Calls that are written together.
+    """Calls that are written as one.
 
     Attributes:
-        enough: index behind what makes them complete.
-        end: index behind all that is theirs.
+        enough: index behind the text that makes them complete.
+        end: index behind all of their text.
         calls: their names and arguments.
     """
 
@@ -47,7 +47,7 @@ class Writing:
     """An answer that is being written.
 
     Attributes:
-        blank: gives what stands where blanks may.
+        blank: returns the text where blanks are allowed.
         dump: writes JSON.
     """
 
@@ -57,18 +57,18 @@ class Writing:
     steps: list[Step] = field(default_factory=list)
 
     def add(self, *parts: str) -> None:
-        """Write parts, and blanks between them."""
+        """Write parts, with blanks between them."""
         self.text += self.blank().join(parts)
 
     def step(self, calls: Sequence[tuple[str, object]], *parts: str) -> None:
-        """Write what makes calls complete, and what else is theirs."""
+        """Write the text that makes calls complete, and the rest of it."""
         enough = len(self.text)
         self.add("", *parts)
         self.steps.append(Step(enough, len(self.text), calls))
 
     @property
     def calls(self) -> list[tuple[str, object]]:
-        """All calls."""
+        """Return all calls."""
         return [call for step in self.steps for call in step.calls]
 
 
@@ -153,23 +153,23 @@ FAMILIES = {
     deepseek_v31: "deepseek",
     plain_json: "json",
 }
-BARE = {llama, plain_json}  # take no text before a call
+BARE = {llama, plain_json}  # accept no text before a call
 
 
 def wrote(family, calls, text=""):
-    """A text, and calls behind it, without a blank that need not be."""
+    """Write a text, and calls behind it, without optional blanks."""
     writing = Writing(text=text)
     family(writing, calls)
     return writing
 
 
 def reader_of(family, names=NAMES, most_calls=None, *, is_bound=False):
-    """What reads the answers of a family."""
+    """Return the reader for a family's answers."""
     return FORMATS[FAMILIES[family]].reader(names, most_calls, is_bound=is_bound)
 
 
-def called(answer):
-    """What an answer that was read calls: names and arguments."""
+def calls_of(answer):
+    """Return the calls of an answer that was read: names and arguments."""
     return [(call.name, call.values) for call in answer.calls]
 
 
@@ -189,7 +189,7 @@ befores = st.text("ab é.<{[\n", max_size=6)
 
 @st.composite
 def writings(draw, families=tuple(FAMILIES)):
-    """An answer of one of some families: what it says before, how it is written, the family."""
+    """Draw an answer of one of some families: its text, its writing, the family."""
     family = draw(st.sampled_from(families))
     options = draw(
         st.fixed_dictionaries(

@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages: what a conversation is made of, and what is refused."""
+"""Bodies of /v1/messages: their conversation, and refused ones."""
 
 import json
 
@@ -27,13 +27,13 @@ KEPT = {"type": "ephemeral", "ttl": "1h"}
 
 
 def conversation(**members):
-    """Roles and texts of a body with these members."""
+    """Return roles and texts of a body with these members."""
     said = decode(MessagesBody, {**PLAIN, **members}).conversation
     return [(message.role, message.content) for message in said]
 
 
 def messages_of(*given):
-    """What a body with these messages says."""
+    """Return the messages of a body with these messages."""
     return decode(MessagesBody, {**PLAIN, "messages": list(given)}).conversation
 
 
@@ -45,8 +45,8 @@ def block(text, **members):
     return {"type": "text", "text": text, **members}
 
 
-def test_a_conversation():
-    """The system leads; texts and blocks are the same; blocks are paragraphs."""
+def test_a_conversation_is_read():
+    """The system comes first; text and text blocks are equal; blocks are paragraphs."""
     assert conversation(system="Be brief.") == [("system", "Be brief."), ("user", "Hello")]
     blocks = [block("One."), block("Two.", cache_control={"type": "ephemeral"})]
     assert conversation(system=blocks)[0] == ("system", "One.\n\nTwo.")
@@ -58,8 +58,8 @@ def test_a_conversation():
     ]
 
 
-def test_messages_of_one_role_are_one():
-    """Templates want turns; a system message among the first is the system's, too."""
+def test_adjacent_messages_of_one_role_are_joined():
+    """Templates need turns; an early system message is joined with the system's."""
     late = {"role": "system", "content": "Be kind."}
     assert conversation(system="Be brief.", messages=[late, HELLO, HELLO]) == [
         ("system", "Be brief.\n\nBe kind."),
@@ -67,22 +67,22 @@ def test_messages_of_one_role_are_one():
     ]
 
 
-def test_an_empty_answer_is_one():
-    """Of an answer without text clients send a message without blocks."""
+def test_an_empty_answer_is_a_message():
+    """Clients send an answer without text as a message without blocks."""
     given = [HELLO, {"role": "assistant", "content": []}, HELLO]
     assert [role for role, _ in conversation(messages=given)] == ["user", "assistant", "user"]
 
 
-def test_what_differs_in_each_request_is_not_read():
-    """Else nothing behind it could be reused; only of the system, where clients put it."""
+def test_volatile_parts_are_ignored():
+    """Otherwise nothing behind them could be reused; only in the system, where clients put them."""
     header = block("x-anthropic-billing-header: cc_version=2.1.9; cch=74943;")
     assert conversation(system=[header, block("Be brief.")])[0] == ("system", "Be brief.")
     assert conversation(system=[header]) == [("user", "Hello")]
     assert conversation(messages=[{**HELLO, "content": [header]}])[0][1] == header["text"]
 
 
-def test_an_answer_that_calls_is_one_message():
-    """Its texts are one again; what was thought is left out; what a tool returned has its name."""
+def test_an_answer_with_calls_is_one_message():
+    """Its texts are joined; thoughts are dropped; results have their tool's name."""
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
     hidden = {"type": "redacted_thinking", "data": "x"}
     other = {**CALL, "id": "toolu_2", "input": {}, "cache_control": KEPT}
@@ -95,8 +95,8 @@ def test_an_answer_that_calls_is_one_message():
     )
 
 
-def test_answers_that_follow_one_another_are_one():
-    """Clients send each block as a message of its own; their calls are in order."""
+def test_adjacent_answers_are_joined():
+    """Clients send each block as a message of its own; calls stay in order."""
     texts = {"role": "assistant", "content": "I look."}
     other = {"role": "assistant", "content": [{**CALL, "id": "toolu_2"}]}
     said = messages_of(HELLO, texts, CALLED, other, results(RESULT))[1]
@@ -105,7 +105,7 @@ def test_answers_that_follow_one_another_are_one():
 
 
 def test_results_and_questions_stay_in_order():
-    """Each result is a message of its own; texts beside it are the user's."""
+    """Each result is a message of its own; text beside it is the user's."""
     unknown = {**RESULT, "tool_use_id": "toolu_9"}
     given = results(RESULT, unknown, block("Well?"), block("And?"))
     said = messages_of(HELLO, CALLED, given, HELLO)
@@ -126,8 +126,8 @@ def test_results_and_questions_stay_in_order():
         ({"content": "", "is_error": False, "cache_control": KEPT}, ""),
     ],
 )
-def test_what_a_tool_returned(members, text):
-    """Its text alone; an error without one says that it is one."""
+def test_the_text_of_a_result(members, text):
+    """Only text; an error without text says that it is one."""
     said = messages_of(HELLO, CALLED, results({**RESULT, **members}))
     assert said[-1] == Message("tool", text, tool_call_id="toolu_1", name="look_up")
 
@@ -143,8 +143,8 @@ def test_what_a_tool_returned(members, text):
         ({"type": "none"}, (ChoiceKind.NONE, "", None)),
     ],
 )
-def test_tools_and_which_of_them_are_called(choice, expected):
-    """What is said of how they are called and cached elsewhere changes nothing."""
+def test_tools_and_tool_choice(choice, expected):
+    """Members about calling and caching elsewhere change nothing."""
     more = {"type": "custom", "strict": True, "cache_control": KEPT, "defer_loading": False}
     tools = [{**LOOK_UP, "description": "Look it up."}, {"name": "b", "input_schema": {}, **more}]
     body = decode(MessagesBody, {**PLAIN, "tools": tools, "tool_choice": choice})
@@ -153,14 +153,14 @@ def test_tools_and_which_of_them_are_called(choice, expected):
     assert body.cache_ttl == "1h"
 
 
-def test_a_request_without_tools():
+def test_requests_for_no_tools_are_accepted():
     """What asks for none is taken."""
     for members in ({}, {"tools": []}, {"tool_choice": {"type": "none"}}):
         assert decode(MessagesBody, {**PLAIN, **members}).tool_use.callable_tools == ()
 
 
-def test_what_tools_returned_is_bounded_too():
-    """Its blocks count with those of the messages: a list inside of one is no way around."""
+def test_the_number_of_blocks_in_results_is_limited():
+    """They count with those of the messages: nested lists do not evade the limit."""
     few, many = ([block("x")] * number for number in (2, MAX_PARTS))
     assert messages_of(HELLO, CALLED, results({**RESULT, "content": few}))
     with pytest.raises(RequestError, match="parts of content"):
@@ -187,7 +187,7 @@ def test_what_tools_returned_is_bounded_too():
         ),
     ],
 )
-def test_how_long_a_prompt_is_wanted(members, ttl):
+def test_the_retention_of_a_prompt(members, ttl):
     """The longest of all breakpoints counts."""
     assert decode(MessagesBody, {**PLAIN, **members}).cache_ttl == ttl
 
@@ -223,8 +223,8 @@ HOUR, MINUTES = ({"type": "ephemeral", "ttl": ttl} for ttl in ("1h", "5m"))
         ),
     ],
 )
-def test_what_is_to_be_kept_for_how_long(members, retention):
-    """Tools and system for other conversations, too; what messages say is of this one."""
+def test_what_is_retained_for_how_long(members, retention):
+    """Tools and system for other conversations, too; messages for this one."""
     assert decode(MessagesBody, {**PLAIN, **members}).retention == retention
 
 
@@ -295,8 +295,8 @@ def test_what_is_to_be_kept_for_how_long(members, retention):
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", RequestError),
     ],
 )
-def test_what_is_refused(members, param, kind):
-    """With the path of what is off; what is not there is told as such."""
+def test_refused_bodies(members, param, kind):
+    """With the path of the wrong value; a missing one is reported as such."""
     given = {**PLAIN, **members}
     if kind is None:
         assert decode(MessagesBody, given).stop == ["###,"]
@@ -356,8 +356,8 @@ def test_what_is_refused(members, param, kind):
         (results("x"), "content[0]", RequestError),
     ],
 )
-def test_blocks_that_are_off(message, param, kind):
-    """With the path of what is off, which names no type of a block."""
+def test_refused_blocks(message, param, kind):
+    """The path has no type of a block."""
     with pytest.raises(kind) as refused:
         messages_of(HELLO, CALLED, message, HELLO)
     assert refused.value.param == f"messages[2].{param}"
@@ -365,8 +365,8 @@ def test_blocks_that_are_off(message, param, kind):
     assert refused.value.remedy
 
 
-def test_what_counts_has_no_bound():
-    """To count tokens nothing is answered; an answer's members do no harm."""
+def test_counting_tokens_needs_no_max_tokens():
+    """Nothing is generated; members about the answer are allowed."""
     given = {key: value for key, value in PLAIN.items() if key != "max_tokens"}
     body = decode(PromptBody, {**given, "thinking": {"type": "adaptive"}})
     assert body.conversation == (Message("user", "Hello"),)

@@ -1,4 +1,4 @@
-"""Messages and their events, as the official client reads them."""
+"""Messages and their events, parsed by the official client."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from inference_svc.core.tools.formats import FORMATS
 from inference_svc.core.turn_record import AnswerToken
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.anthropic.messages import MessageObjects
-from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, finished, strict
+from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, make_finished, strict
 
 USE = ToolUse((Tool("look_up"), Tool("go")))
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "é", "n": 1.50}}\n</tool_call>'
@@ -35,11 +35,11 @@ def reading(name, use=USE):
 
 
 def saying(text, reason="stop", stop_string=""):
-    return replace(finished(reason), text=text, stop_string=stop_string)
+    return replace(make_finished(reason), text=text, stop_string=stop_string)
 
 
 def put_together(events):
-    """The content of a streamed message, as the events say it, each checked for its place."""
+    """Return the content of a streamed message from its events; check each one's place."""
     content = []
     is_open = False
     for event in events:
@@ -72,7 +72,7 @@ def put_together(events):
 
 def test_a_whole_message():
     """Its usage counts every token of the prompt once."""
-    message = strict(Message, objects().whole(TOKENS, finished()))
+    message = strict(Message, objects().whole(TOKENS, make_finished()))
     assert (message.id, message.role, message.content[0].text) == ("msg_1", "assistant", "Hello")
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     usage = message.usage
@@ -81,9 +81,9 @@ def test_a_whole_message():
 
 
 @pytest.mark.parametrize(("ttl", "minutes", "hours"), [("5m", 7, 0), ("1h", 0, 7)])
-def test_what_is_computed_is_kept_if_that_was_wanted(ttl, minutes, hours):
-    """It is in any case; who asked for it is told so."""
-    usage = strict(Message, objects(ttl).whole(TOKENS, finished())).usage
+def test_computed_tokens_are_reported_as_cached_if_requested(ttl, minutes, hours):
+    """They are stored in any case; clients that asked for it are told so."""
+    usage = strict(Message, objects(ttl).whole(TOKENS, make_finished())).usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens) == (0, 7)
     created = usage.cache_creation
     assert created.ephemeral_5m_input_tokens == minutes
@@ -99,20 +99,20 @@ def test_what_is_computed_is_kept_if_that_was_wanted(ttl, minutes, hours):
         ("length", "", 9, ("model_context_window_exceeded", None)),
     ],
 )
-def test_why_an_answer_ended(reason, stop_string, max_tokens, shown):
-    """An answer with fewer tokens than it may have has filled the window."""
-    over = replace(finished(reason), stop_string=stop_string)
+def test_the_reason_for_the_end_of_an_answer(reason, stop_string, max_tokens, shown):
+    """One with fewer tokens than allowed has filled the window."""
+    over = replace(make_finished(reason), stop_string=stop_string)
     message = strict(Message, objects(max_tokens=max_tokens).whole(TOKENS, over))
     assert (message.stop_reason, message.stop_sequence) == shown
 
 
 def test_a_streamed_message():
-    """Its events, in order; the last but one has what the whole message has."""
+    """Its events, in order; the last but one equals the whole message."""
     made = objects()
     events = [*made.opening(STARTED)]
     for token in TOKENS:
         events += made.piece([token])
-    events += made.closing(finished())
+    events += made.closing(make_finished())
     read = [strict(RawMessageStreamEvent, event) for event in events]
     assert [event.type for event in read] == [
         "message_start",
@@ -124,7 +124,7 @@ def test_a_streamed_message():
     ]
     assert read[0].message.usage.cache_read_input_tokens == 28
     assert "".join(event.delta.text for event in read[2:4]) == "Hello"
-    whole = strict(Message, objects().whole(TOKENS, finished()))
+    whole = strict(Message, objects().whole(TOKENS, make_finished()))
     assert read[-2].delta.stop_reason == whole.stop_reason
     assert read[-2].usage.input_tokens == whole.usage.input_tokens
     assert read[-2].usage.output_tokens == whole.usage.output_tokens
@@ -133,9 +133,9 @@ def test_a_streamed_message():
 def test_an_answer_without_text_has_no_block():
     """A client that sends the message back must not send an empty block."""
     made, nothing = objects(), [AnswerToken(1, "")]
-    events = [*made.opening(STARTED), *made.piece(nothing), *made.closing(finished())]
+    events = [*made.opening(STARTED), *made.piece(nothing), *made.closing(make_finished())]
     assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
-    silent = replace(finished(), text="")
+    silent = replace(make_finished(), text="")
     assert strict(Message, objects().whole(nothing, silent)).content == []
 
 
@@ -151,8 +151,8 @@ def test_an_answer_without_text_has_no_block():
     ],
 )
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_streamed_or_whole_an_answer_has_the_same_blocks(name, text, shown, step):
-    """In the order in which they were said, however its text comes in pieces."""
+def test_streamed_and_whole_answers_have_the_same_blocks(name, text, shown, step):
+    """In their order, whatever the pieces of text are."""
     whole = strict(Message, objects(reading=reading(name)).whole([], saying(text)))
     made = objects(reading=reading(name))
     events = [*made.opening(STARTED)]
@@ -164,8 +164,8 @@ def test_streamed_or_whole_an_answer_has_the_same_blocks(name, text, shown, step
     assert events[-2]["delta"]["stop_reason"] == whole.stop_reason
 
 
-def test_a_call_is_shown_as_the_client_reads_it():
-    """With an id, and its arguments as an object; it has its end before anything else comes."""
+def test_a_call_is_shown_in_the_clients_format():
+    """With an id, and its arguments as an object; it ends before the next block begins."""
     made = objects(reading=reading("hermes"))
     message = strict(Message, objects(reading=reading("hermes")).whole([], saying(CALL)))
     (call,) = message.content
@@ -188,19 +188,19 @@ def test_a_call_is_shown_as_the_client_reads_it():
         (saying(CALL.replace("look_up", "fly")), "end_turn"),
     ],
 )
-def test_why_an_answer_that_may_call_ended(over, shown):
-    """A call is the reason only where the answer ended by itself."""
+def test_the_stop_reason_with_tools(over, shown):
+    """It is a call only if the answer ended by itself."""
     assert objects(reading=reading("hermes")).whole([], over)["stop_reason"] == shown
 
 
-def test_only_so_many_calls_are_shown():
-    """The others are as if they were never said."""
+def test_the_number_of_shown_calls_is_limited():
+    """The others are dropped."""
     use = replace(USE, most_calls=1)
     message = objects(reading=reading("hermes", use)).whole([], saying(CALL + OTHER))
     assert [block["name"] for block in message["content"]] == ["look_up"]
 
 
-def test_an_answer_that_fails_while_it_is_streamed():
+def test_an_answer_that_fails_during_its_stream():
     """The last event is the error."""
     made = objects().failure(SessionBusyError("busy", "wait"))
     assert (made["type"], made["error"]["type"]) == ("error", "conflict_error")

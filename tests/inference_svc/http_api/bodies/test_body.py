@@ -1,4 +1,4 @@
-"""How the members of a body are read, and how one that is off is reported."""
+"""Reading the members of a body, and reporting wrong ones."""
 
 from typing import ClassVar
 
@@ -28,8 +28,8 @@ class Outer(Body):
     inner: Inner = Inner()
 
 
-def test_members_are_read_by_their_types():
-    """One that is null is absent."""
+def test_members_are_read_by_type():
+    """A null is an absent member."""
     given = {
         "number": 1,
         "whole": 3,
@@ -69,8 +69,8 @@ def test_members_are_read_by_their_types():
         ({"inner": {"word": 5}}, "inner.word"),
     ],
 )
-def test_a_wrong_type_or_bound_is_told_with_its_path(given, param):
-    """The remedy says what is accepted."""
+def test_a_wrong_type_or_bound_is_reported_with_its_path(given, param):
+    """The remedy has the accepted values."""
     with pytest.raises(RequestError) as refused:
         decode(Outer, given)
     assert refused.value.param == param
@@ -79,8 +79,8 @@ def test_a_wrong_type_or_bound_is_told_with_its_path(given, param):
     assert refused.value.remedy != "send another value"
 
 
-def test_what_nobody_knows_is_refused():
-    """With the name that was probably meant, wherever it is; what may be ignored is."""
+def test_unknown_members_are_refused():
+    """With the probably intended name, at any depth; ignorable ones are not."""
     with pytest.raises(UnknownParameterError, match="did you mean 'number'"):
         decode(Outer, {"nunber": 1, "user": "me"})
     with pytest.raises(UnknownParameterError, match=r"inner\.wort'.*did you mean 'word'"):
@@ -89,7 +89,7 @@ def test_what_nobody_knows_is_refused():
         decode(Outer, {"": 1})
 
 
-def test_a_feature_that_is_not_there_is_refused():
+def test_a_missing_feature_is_refused():
     """Unless its value asks for nothing; true is not 1."""
     assert decode(Outer, {"n": 1}) == decode(Outer, {"n": None}) == decode(Outer, {})
     for value in (2, True, "1", [1], {"a": 1}):
@@ -97,8 +97,8 @@ def test_a_feature_that_is_not_there_is_refused():
             decode(Outer, {"n": value})
 
 
-def test_what_is_not_there_is_told_first():
-    """Then what is off, and last a name that nobody knows."""
+def test_missing_members_are_reported_first():
+    """Then wrong values, and last unknown names."""
     with pytest.raises(UnsupportedValueError):
         decode(Outer, {"unknown": 1, "flag": 1, "n": 2})
     with pytest.raises(RequestError) as refused:
@@ -106,7 +106,7 @@ def test_what_is_not_there_is_told_first():
     assert refused.value.param == "flag"
 
 
-def test_a_long_value_is_not_repeated_whole():
+def test_a_long_value_is_not_repeated_completely():
     """An error's message is short."""
     for value in ("x" * 100_000, 10**300, ["x"] * 10_000):
         with pytest.raises(RequestError) as refused:
@@ -117,8 +117,8 @@ def test_a_long_value_is_not_repeated_whole():
     assert len(str(unknown.value)) < 200
 
 
-def test_of_very_much_that_is_off_one_is_told():
-    """The first: no list is made of megabytes of errors."""
+def test_only_the_first_of_very_many_errors_is_reported():
+    """No list is built from megabytes of errors."""
     messages = [{"role": "user", "content": [{"type": "image"}] * 4}] * 1000
     with pytest.raises(UnsupportedValueError) as refused:
         decode(ChatBody, {"model": "m", "messages": messages})

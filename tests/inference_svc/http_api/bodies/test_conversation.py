@@ -1,4 +1,4 @@
-"""What requests say to the chat template, whichever API they speak."""
+"""What requests give to the chat template, in every API."""
 
 import pytest
 
@@ -35,8 +35,8 @@ def response(**fields):
     return decode(ResponseBody, {"model": "m", "input": "Hello", **fields})
 
 
-def test_arguments_of_the_template():
-    """By their own names in every API that has messages; raw text has none."""
+def test_template_arguments_are_read():
+    """By their own names in every API with messages; raw text has none."""
     for body in (chat(**STYLE), message(**STYLE), response(**STYLE)):
         assert body.template_arguments == {"style": "x"}
     assert chat().template_arguments == message().template_arguments == {}
@@ -58,15 +58,15 @@ def test_arguments_of_the_template():
         ([1], "is not valid: send an object"),
     ],
 )
-def test_arguments_that_cannot_be(make, given, said):
+def test_invalid_template_arguments(make, given, said):
     """In one line, with the path and a remedy."""
     with pytest.raises(RequestError, match=said) as refused:
         make(chat_template_kwargs=given)
     assert refused.value.param == "chat_template_kwargs"
 
 
-def test_how_much_the_model_is_to_think():
-    """As an argument of the template; one that is named by itself counts more."""
+def test_reasoning_effort():
+    """It is an argument of the template; an explicit one has precedence."""
     for effort in ("minimal", "low", "medium", "high", "xhigh", "max"):
         said = {"reasoning_effort": effort}
         assert chat(reasoning_effort=effort).template_arguments == said
@@ -85,8 +85,8 @@ def test_how_much_the_model_is_to_think():
             make(**fields)
 
 
-def test_thinking_may_be_off_for_anthropics_clients():
-    """Nothing else of it changes anything."""
+def test_thinking_can_be_disabled_by_anthropics_clients():
+    """Its other members change nothing."""
     assert message(thinking={"type": "disabled"}).template_arguments == UNTHINKING
     for kind in ("enabled", "adaptive"):
         assert message(thinking={"type": kind, "budget_tokens": 9}).template_arguments == {}
@@ -94,8 +94,8 @@ def test_thinking_may_be_off_for_anthropics_clients():
     assert named.template_arguments == {"enable_thinking": False, "thinking": True}
 
 
-def test_a_chat_goes_on_with_an_answer():
-    """If it says so; else the answer is one of its messages."""
+def test_a_chat_may_continue_an_answer():
+    """If requested; otherwise the answer is one of its messages."""
     for fields in ({}, {"add_generation_prompt": None}, {"add_generation_prompt": False}):
         body = chat(HELLO, BEGUN, continue_final_message=True, **fields)
         assert body.conversation == (Message("user", "Hello"),)
@@ -125,16 +125,16 @@ def test_a_chat_goes_on_with_an_answer():
         ),
     ],
 )
-def test_ends_that_no_answer_can_follow(messages, fields, param, kind):
-    """In one line, with what to send instead."""
+def test_endings_that_no_answer_can_follow(messages, fields, param, kind):
+    """In one line, with the remedy."""
     with pytest.raises(kind) as refused:
         chat(*messages, **fields)
     assert (type(refused.value), refused.value.param) == (kind, param)
     assert refused.value.remedy
 
 
-def test_an_answer_at_the_end_is_gone_on_with_in_anthropics_words():
-    """Whatever it is made of, but calls; blocks and messages of an answer are joined as others."""
+def test_anthropics_clients_continue_an_answer_at_the_end():
+    """Of any blocks but calls; blocks and messages of an answer are joined as usual."""
     body = message(HELLO, BEGUN)
     assert (body.conversation, body.beginning) == ((Message("user", "Hello"),), "Well, ")
     blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "A"}]
@@ -151,7 +151,7 @@ def test_an_answer_at_the_end_is_gone_on_with_in_anthropics_words():
     assert decode(PromptBody, {"model": "m", "messages": [HELLO, BEGUN]}).beginning == "Well, "
 
 
-def test_messages_that_are_counted_end_as_they_are_told():
+def test_counted_messages_end_as_requested():
     """With a prompt for an answer, or without, or with its beginning."""
     given = {"messages": [HELLO, BEGUN]}
     asked = decode(TokenizeBody, given).input
@@ -170,8 +170,8 @@ def test_messages_that_are_counted_end_as_they_are_told():
         assert refused.value.param == "continue_final_message"
 
 
-def test_a_message_may_say_who_says_it():
-    """In a line, and not a long one."""
+def test_a_message_may_have_a_name():
+    """On one line of limited length."""
     for role in ("system", "developer", "user", "assistant"):
         body = chat({"role": role, "content": "a", "name": "Ann Ä."})
         assert body.conversation[0].name == "Ann Ä."

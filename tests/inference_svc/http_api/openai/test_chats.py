@@ -1,4 +1,4 @@
-"""Bodies of chats, decoded, and their answers, read by the official client's own types."""
+"""Bodies of chats, and their answers, parsed by the official client's types."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.inference_svc.http_api.as_clients_read import (
     USAGE,
     Letters,
     ScriptedAnswer,
-    finished,
+    make_finished,
     strict,
 )
 from tests.inference_svc.http_api.scripted_calls import READING, calling
@@ -35,7 +35,7 @@ def chat(**fields):
     return decode(ChatBody, {"model": "m", "messages": HELLO, **fields})
 
 
-def test_a_prediction_is_all_of_its_texts():
+def test_a_prediction_has_all_of_its_texts():
     """As a string or as parts; most chats have none."""
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "kept."}]
     assert chat(prediction={"type": "content", "content": parts}).predicted == "It is kept."
@@ -44,7 +44,7 @@ def test_a_prediction_is_all_of_its_texts():
 
 
 def test_a_plain_chat():
-    """What is not said is OpenAI's default."""
+    """Omitted members have OpenAI's defaults."""
     body = chat()
     assert (body.model, body.conversation) == ("m", (Message("user", "Hello"),))
     assert body.sampling(1.0) == {"temperature": 1.0, "stop": (), "ignore_eos": False}
@@ -112,8 +112,8 @@ def test_logprobs_without_alternatives():
     assert (body.sampling(1.0)["logprobs"], body.shown_logprobs) == (1, 0)
 
 
-def test_the_default_temperature_is_the_settings():
-    """A request's own counts more, 0 included."""
+def test_the_default_temperature_comes_from_the_settings():
+    """A request's own has precedence, also 0."""
     assert chat().sampling(0.25)["temperature"] == 0.25
     assert chat(temperature=0).sampling(0.25)["temperature"] == 0
 
@@ -126,13 +126,13 @@ def test_the_default_temperature_is_the_settings():
         ("", ""),
     ],
 )
-def test_contents(content, expected):
+def test_contents_are_read(content, expected):
     """A string, or text parts."""
     body = chat(messages=[{"role": "user", "content": content}])
     assert body.conversation == (Message("user", expected),)
 
 
-def test_roles():
+def test_roles_are_read():
     """A developer is the system; an answer may be empty."""
     messages = [
         {"role": "developer", "content": "Be brief."},
@@ -159,8 +159,8 @@ def test_roles():
         ({"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}, 86_400),
     ],
 )
-def test_how_long_a_chat_is_to_be_kept(fields, session_s):
-    """By its options, or in the older way; the longer of both. A chat that does not say: not so."""
+def test_the_retention_of_a_chat(fields, session_s):
+    """From its options, or from the older parameter: the longer of both; none by default."""
     assert chat(**fields).retention == Retention(session_s)
 
 
@@ -176,8 +176,8 @@ def test_how_long_a_chat_is_to_be_kept(fields, session_s):
         ({"prompt_cache_options": {"ttl": 1800}}, "prompt_cache_options.ttl"),
     ],
 )
-def test_times_that_cannot_be_are_refused(fields, param):
-    """With their path, and what to send instead."""
+def test_invalid_times_are_refused(fields, param):
+    """With their path, and the remedy."""
     with pytest.raises(RequestError) as refused:
         chat(**fields)
     assert refused.value.param == param
@@ -201,7 +201,7 @@ def test_times_that_cannot_be_are_refused(fields, param):
         ),
     ],
 )
-def test_what_a_chat_cannot_have_is_refused(fields, param):
+def test_unsupported_members_are_refused(fields, param):
     """By name, and with a remedy: nothing is ignored silently."""
     with pytest.raises(UnsupportedValueError) as refused:
         chat(**fields)
@@ -251,7 +251,7 @@ def test_what_a_chat_cannot_have_is_refused(fields, param):
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
-def test_values_that_are_off(fields, param):
+def test_invalid_values(fields, param):
     """The path of the first one is reported."""
     with pytest.raises(RequestError) as refused:
         chat(**fields)
@@ -270,7 +270,7 @@ def test_an_unknown_parameter_is_refused():
 
 
 def reply_of(*answers, n=1, includes_usage=False, top_logprobs=None, reading=None):
-    """The reply with these answers to one request."""
+    """Return the reply with these answers to one request."""
     envelope = Envelope(
         kind="chat.completion",
         chunk_kind="chat.completion.chunk",
@@ -301,8 +301,8 @@ async def chunks_of(*answers, **options):
 
 
 async def test_a_whole_chat_answer():
-    """The client's type takes it, and finds text, reason, usage and session."""
-    answer = await whole(ScriptedAnswer(TOKENS, finished("length")))
+    """The client parses it: text, reason, usage and session."""
+    answer = await whole(ScriptedAnswer(TOKENS, make_finished("length")))
     assert answer.choices[0].message.content == "Hello"
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].logprobs is None
@@ -311,14 +311,14 @@ async def test_a_whole_chat_answer():
 
 
 def test_usage_counts_every_prompt_token_once():
-    """History, computed again or not, and what is new."""
+    """History, recomputed or not, and new tokens."""
     usage = strict(CompletionUsage, shown_usage(USAGE))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (35, 0, 35)
 
 
 async def test_drafts_of_all_answers_are_counted():
-    """What of them was right, and what was not; without any there are none."""
-    ended = finished()
+    """Accepted and rejected ones; without drafts there are no counts."""
+    ended = make_finished()
     drafted = replace(ended, usage=replace(ended.usage, drafted_tokens=9, accepted_tokens=7))
     for answers, counts in (([drafted, drafted], (14, 4)), ([ended], (0, 0))):
         scripted = [ScriptedAnswer(TOKENS, each) for each in answers]
@@ -331,7 +331,7 @@ async def test_drafts_of_all_answers_are_counted():
 
 async def test_logprobs_are_told_with_text_and_bytes():
     """A piece of a character has its own bytes."""
-    answer = await whole(ScriptedAnswer(TOKENS, finished()), top_logprobs=2)
+    answer = await whole(ScriptedAnswer(TOKENS, make_finished()), top_logprobs=2)
     first, second = answer.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
     assert [top.token for top in first.top_logprobs] == ["He", "\ufffd"]
@@ -339,15 +339,15 @@ async def test_logprobs_are_told_with_text_and_bytes():
     assert second.top_logprobs[1].bytes == list("é".encode())
 
 
-async def test_no_alternatives_unless_asked_for():
-    """The token's own is shown alone."""
-    answer = await whole(ScriptedAnswer(TOKENS, finished()), top_logprobs=0)
+async def test_no_alternatives_unless_requested():
+    """Only the token itself is shown."""
+    answer = await whole(ScriptedAnswer(TOKENS, make_finished()), top_logprobs=0)
     assert [row.top_logprobs for row in answer.choices[0].logprobs.content] == [[], []]
 
 
 async def test_the_chunks_of_a_stream():
-    """They make up the answer; the usage comes last, in a chunk without choices."""
-    chunks = await chunks_of(ScriptedAnswer(TOKENS, finished()), includes_usage=True)
+    """They add up to the answer; the usage comes last, in a chunk without choices."""
+    chunks = await chunks_of(ScriptedAnswer(TOKENS, make_finished()), includes_usage=True)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
     assert chunks[-2].choices[0].finish_reason == "stop"
@@ -357,11 +357,11 @@ async def test_the_chunks_of_a_stream():
 
 async def test_a_stream_without_usage_has_none():
     """Unless the client asks for it."""
-    chunks = await chunks_of(ScriptedAnswer(TOKENS, finished()))
+    chunks = await chunks_of(ScriptedAnswer(TOKENS, make_finished()))
     assert {chunk.usage for chunk in chunks} == {None}
 
 
-def test_tokens_that_show_nothing_make_no_chunk():
+def test_tokens_without_text_make_no_chunk():
     """A piece of a character waits for the rest."""
     assert not list(ChatChoice(0, TokenText(Letters()), Reading()).piece([AnswerToken(2, "")]))
     assert list(ChatChoice(0, TokenText(Letters()), Reading(), 0).piece([AnswerToken(2, "", -1.0)]))
@@ -371,8 +371,8 @@ def test_tokens_that_show_nothing_make_no_chunk():
 
 
 async def test_several_answers_are_choices_of_one_object():
-    """Each with its index and session; prompts count once, what was sampled counts each time."""
-    answers = [ScriptedAnswer(TOKENS, finished(), f"s-{number}") for number in range(4)]
+    """Each with its index and session; the prompt counts once, sampled tokens each time."""
+    answers = [ScriptedAnswer(TOKENS, make_finished(), f"s-{number}") for number in range(4)]
     answer = await whole(*answers, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.model_extra["session_id"] for choice in answer.choices] == [
@@ -385,9 +385,9 @@ async def test_several_answers_are_choices_of_one_object():
     assert (usage.prompt_tokens, usage.completion_tokens) == (2 * 35, 4 * 2)
 
 
-async def test_the_chunks_of_several_come_as_they_are_said():
-    """Those of each in order, under its index; the usage is that of all."""
-    answers = [ScriptedAnswer(TOKENS, finished(), f"s-{number}") for number in range(3)]
+async def test_the_chunks_of_several_answers_are_interleaved():
+    """Those of each in order, under its index; the usage is the total."""
+    answers = [ScriptedAnswer(TOKENS, make_finished(), f"s-{number}") for number in range(3)]
     *chunks, last = await chunks_of(*answers, n=3, includes_usage=True)
     for index in range(3):
         own = [chunk for chunk in chunks if chunk.choices[0].index == index]
@@ -398,8 +398,8 @@ async def test_the_chunks_of_several_come_as_they_are_said():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_if_one_of_several_fails_all_do(is_stream):
-    """Nobody goes on with the others."""
+async def test_if_one_of_several_answers_fails_all_do(is_stream):
+    """The others end."""
     others = [ScriptedAnswer(TOKENS, None), ScriptedAnswer(TOKENS, None)]
     answers = [others[0], ScriptedAnswer(TOKENS, SessionBusyError("busy", "wait")), others[1]]
     with pytest.raises(SessionBusyError):
@@ -407,8 +407,8 @@ async def test_if_one_of_several_fails_all_do(is_stream):
     assert all(other.is_cancelled for other in others)
 
 
-def test_several_answers_are_bounded():
-    """And drawn by seeds of their own."""
+def test_the_number_of_answers_is_limited():
+    """Each is drawn with a seed of its own."""
     assert chat(n=16).n == 16
     for fields in ({"n": 0}, {"n": 17}, {"n": "2"}):
         with pytest.raises(RequestError):
@@ -418,7 +418,7 @@ def test_several_answers_are_bounded():
 
 
 async def test_the_chunks_of_calls():
-    """Each call is announced with its id and name, then its arguments come; whole is the same."""
+    """Each call begins with its id and name, followed by its arguments; a whole one is equal."""
     answers = [ScriptedAnswer(CALL_TOKENS, calling()) for _ in range(2)]
     reading = {"reading": READING}
     answer = await whole(answers[0], **reading)
@@ -441,8 +441,8 @@ async def test_the_chunks_of_calls():
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-async def test_an_answer_that_is_cut_behind_a_call():
-    """The client is told that it was cut."""
+async def test_an_answer_cut_behind_a_call():
+    """The client learns that it was cut."""
     answer = await whole(ScriptedAnswer(CALL_TOKENS, calling("length")), reading=READING)
     assert answer.choices[0].finish_reason == "length"
     assert len(answer.choices[0].message.tool_calls) == 2

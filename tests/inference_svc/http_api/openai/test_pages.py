@@ -1,4 +1,4 @@
-"""Pages of what a response was asked."""
+"""Pages of a response's input."""
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -11,7 +11,7 @@ from inference_svc.http_api.openai.pages import Page, read_page
 ITEMS = [{"id": name} for name in "abcde"]
 
 
-def asked(query=""):
+def read_query(query=""):
     return read_page(make_mocked_request("GET", f"/v1/responses/resp_1/input_items?{query}"))
 
 
@@ -19,16 +19,16 @@ def ids(page):
     return "".join(item["id"] for item in page["data"])
 
 
-def test_the_newest_come_first_unless_the_oldest_shall():
-    """Twenty of them, as of OpenAI's."""
-    assert asked() == Page(20, "", "desc")
-    assert ids(asked().of(ITEMS)) == "edcba"
-    assert ids(asked("order=asc").of(ITEMS)) == "abcde"
+def test_the_newest_come_first_by_default():
+    """Twenty of them, as in OpenAI's API."""
+    assert read_query() == Page(20, "", "desc")
+    assert ids(read_query().of(ITEMS)) == "edcba"
+    assert ids(read_query("order=asc").of(ITEMS)) == "abcde"
 
 
-def test_a_page_says_where_it_is():
+def test_a_page_has_its_ends():
     """And whether there is another."""
-    page = asked("order=asc&limit=2&after=b").of(ITEMS)
+    page = read_query("order=asc&limit=2&after=b").of(ITEMS)
     assert page == {
         "object": "list",
         "data": [{"id": "c"}, {"id": "d"}],
@@ -36,18 +36,18 @@ def test_a_page_says_where_it_is():
         "last_id": "d",
         "has_more": True,
     }
-    last = asked("order=asc&limit=2&after=d").of(ITEMS)
+    last = read_query("order=asc&limit=2&after=d").of(ITEMS)
     assert (ids(last), last["has_more"]) == ("e", False)
-    full = asked("order=asc&limit=2&after=c").of(ITEMS)
+    full = read_query("order=asc&limit=2&after=c").of(ITEMS)
     assert (ids(full), full["has_more"]) == ("de", False)
-    none = asked("order=asc&after=e").of(ITEMS)
+    none = read_query("order=asc&after=e").of(ITEMS)
     assert (ids(none), none["first_id"], none["has_more"]) == ("", None, False)
 
 
-def test_what_else_could_be_shown_is_not_there():
-    """It may be asked for as of a response: nothing of it belongs to an input."""
-    assert asked("include[]=message.output_text.logprobs") == Page()
-    assert asked("include=reasoning.encrypted_content") == Page()
+def test_optional_contents_are_absent():
+    """They may be requested as for a response, but an input has none."""
+    assert read_query("include[]=message.output_text.logprobs") == Page()
+    assert read_query("include=reasoning.encrypted_content") == Page()
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_what_else_could_be_shown_is_not_there():
         ("after=z", "after"),
     ],
 )
-def test_what_is_off_is_refused(query, param):
+def test_invalid_parameters_are_refused(query, param):
     """By name."""
     with pytest.raises(RequestError) as refused:
-        asked(query).of(ITEMS)
+        read_query(query).of(ITEMS)
     assert refused.value.param == param
     assert len(str(refused.value)) < 200
 
 
 @given(st.integers(0, 30), st.integers(1, 100), st.sampled_from(["asc", "desc"]))
-def test_page_by_page_everything_comes_once(number, limit, order):
-    """Whatever the length of a page."""
+def test_all_pages_together_have_everything_once(number, limit, order):
+    """With any length of a page."""
     items = [{"id": f"i{index}"} for index in range(number)]
     found, after, has_more = [], "", True
     while has_more:

@@ -1,4 +1,4 @@
-"""Tools of a request, and what an answer may do with them."""
+"""Tools of a request, and the choice among them."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def chat(*messages, **fields):
     return decode(ChatBody, {"model": "m", "messages": list(said), **fields})
 
 
-def test_the_tools_of_both_apis_are_the_same():
+def test_both_apis_give_the_same_tools():
     """A chat's are nested, a response's are not."""
     tool = Tool("look", "Looks.", SCHEMA, is_strict=True)
     response = {"model": "m", "input": "?", "tools": [{"type": "function", **LOOK}]}
@@ -41,7 +41,7 @@ def test_the_tools_of_both_apis_are_the_same():
         ({"type": "function", "name": "look"}, ChoiceKind.REQUIRED, "look", None),
     ],
 )
-def test_the_choice(choice, kind, name, shown):
+def test_the_tool_choice(choice, kind, name, shown):
     """In OpenAI's words, of both APIs."""
     body = chat(tools=[CHAT_LOOK], tool_choice=choice)
     assert (body.tool_use.choice, body.tool_use.name) == (kind, name)
@@ -49,13 +49,13 @@ def test_the_choice(choice, kind, name, shown):
     assert shown is None or body.shown_choice == shown
 
 
-def test_one_call_at_most():
-    """If the client takes no more."""
+def test_one_call_at_most_on_request():
+    """If the client accepts no more."""
     assert chat(tools=[CHAT_LOOK], parallel_tool_calls=False).tool_use.most_calls == 1
 
 
 def test_calls_and_their_results_as_messages():
-    """A result says which tool it is of."""
+    """A result has its tool's name."""
     body = chat(
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
@@ -92,8 +92,8 @@ def test_calls_and_their_results_as_messages():
         ),
     ],
 )
-def test_what_cannot_be(fields, param):
-    """The member is named, and what to send instead."""
+def test_invalid_tools(fields, param):
+    """The member is named, with the remedy."""
     with pytest.raises(RequestError) as refused:
         chat(**fields)
     assert refused.value.param == param

@@ -1,4 +1,4 @@
-"""A turn under way, for one HTTP client: when its answer begins."""
+"""A turn's answer for one HTTP client: when it begins."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
 from shared.types.session_key import SessionKey
 from tests.inference_svc.http_api.sessions import test_remote_histories
-from tests.inference_svc.http_api.sessions.test_routing import ANN, answered, turn
+from tests.inference_svc.http_api.sessions.test_routing import ANN, make_record, turn
 from tests.inference_svc.service.gateways import gateway_to
 
 model, servers, here, there = (
@@ -71,7 +71,7 @@ def new_turn():
 
 
 async def test_a_loaded_turn_that_is_handed_back_is_refused():
-    """No stream has begun, so that the client gets a status that lets it come again."""
+    """No stream has begun, so that the client gets a status that allows a retry."""
     turn = new_turn()
     turn.publish(WAITS, LOADED)
     turn.close(DrainingError("about to stop", "submit again"))
@@ -79,7 +79,7 @@ async def test_a_loaded_turn_that_is_handed_back_is_refused():
         await answer_of(turn).wait_begun()
 
 
-async def test_a_turn_that_is_cancelled_while_it_waits_is_no_failure():
+async def test_a_turn_cancelled_while_it_waits_is_no_failure():
     """It ends with an event, and has no answer."""
     turn = new_turn()
     turn.publish(WAITS, Finished("cancelled", "", Usage(), 0))
@@ -88,8 +88,8 @@ async def test_a_turn_that_is_cancelled_while_it_waits_is_no_failure():
         await answer_of(turn).wait_begun()
 
 
-async def test_nothing_is_lost_of_an_answer_that_has_begun():
-    """Its first tokens come again."""
+async def test_the_first_tokens_of_an_answer_are_not_lost():
+    """They are repeated."""
     turn = new_turn()
     turn.publish(WAITS, LOADED, SAID)
     answer = answer_of(turn)
@@ -97,13 +97,13 @@ async def test_nothing_is_lost_of_an_answer_that_has_begun():
     assert await anext(answer.events()) == SAID
 
 
-async def test_a_turn_of_a_conversation_that_has_just_gone_on_elsewhere_may_come_again(here, there):
-    """Its session has more turns than it was to follow."""
+async def test_a_turn_of_a_conversation_that_continued_elsewhere_may_be_retried(here, there):
+    """Its session has more turns than expected."""
     key = SessionKey("acme", "model", "conv_a")
-    first = answered(0, "Yes?")
+    first = make_record(0, "Yes?")
     await here.service.store.append(key, first, is_final=False)
     await there.sessions.get(key, is_fresh=True)
-    await here.service.store.append(key, answered(1, "And?"), is_final=False)
+    await here.service.store.append(key, make_record(1, "And?"), is_final=False)
     before = Conversation("conv_a", 1.0, {}, "", "conv_a", 1, first.request_id)
     at = Point("conv_a", 1, first.request_id, is_named=True)
     going = ConversationTurn(before, at, "", (), lambda _: (), lambda: None)
@@ -113,8 +113,8 @@ async def test_a_turn_of_a_conversation_that_has_just_gone_on_elsewhere_may_come
     assert refused.value.retryable
 
 
-async def test_a_turn_that_was_overtaken_is_known_where_it_is(tmp_path):
-    """Its session's id, its history, and where a repeat of its request goes."""
+async def test_an_overtaken_turn_has_its_place(tmp_path):
+    """Its session's id, its history, and the place for a repeat of its request."""
     store = ApiStore(tmp_path, 100)
     sessions = Sessions(TranscriptStore(tmp_path), None, None, None, None, None)
     completion = Completion(sessions, "m", store, 10, 900.0)

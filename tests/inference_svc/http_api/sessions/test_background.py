@@ -1,4 +1,4 @@
-"""Responses in the background: whoever waits for one is told, whenever it ends."""
+"""Responses in the background: clients that wait for one are notified of its end."""
 
 import asyncio
 
@@ -23,10 +23,10 @@ async def open_nothing(*_args):
 
 @pytest.mark.parametrize("is_closing", [False, True])
 @pytest.mark.parametrize("num_rounds", [1, 2])
-async def test_one_that_ends_before_it_is_begun_keeps_nobody_waiting(
+async def test_a_response_that_ends_before_it_begins_blocks_no_client(
     tmp_path, num_rounds, is_closing
 ):
-    """Its client is told: it was not looked at yet, or is being noted on the store's thread."""
+    """Its client is notified: it was not started yet, or is being stored."""
     store = ApiStore(tmp_path, 100)
     released = []
     responses = BackgroundResponses(open_nothing, store, 1, lambda error: error)

@@ -1,4 +1,4 @@
-"""What is stored of answers over HTTP; which sessions go for others, and after a kill."""
+"""What is stored of answers over HTTP; which sessions make room, and recovery after a kill."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -29,7 +29,7 @@ from tests.faulty_store import FaultyStore, Odds, View
 from tests.inference_svc.http_api.scripted_calls import READING, calling
 from tests.inference_svc.http_api.sessions.test_routing import turn
 from tests.memory_engine import loaded_model
-from tests.turn_service import Service, asked, serving
+from tests.turn_service import Service, make_turn, serving
 
 MODEL = "m"
 ANN = Caller(Identity("ann", "token", ("acme",), frozenset({"client"})), "acme")
@@ -52,13 +52,13 @@ class World:
     completion: Completion
 
     async def begin(self, session_id, max_tokens=1):
-        """Begin a turn of a session; returns it."""
+        """Begin a turn of a session; return it."""
         key = SessionKey("acme", MODEL, session_id)
         names = {"key": key, "request_id": f"r-{session_id}-{max_tokens}"}
-        return await self.service.turns.submit(asked([5, 6, 7], max_tokens, **names))
+        return await self.service.turns.submit(make_turn([5, 6, 7], max_tokens, **names))
 
     async def make(self, *session_ids):
-        """Have sessions of one turn each."""
+        """Make sessions of one turn each."""
         for session_id in session_ids:
             turn = await self.begin(session_id)
             _ = [event async for event in turn.follow()]
@@ -70,7 +70,7 @@ class World:
         await self.completion.record(ANN, turn, at, answer, is_temporary=is_temporary)
 
     async def left(self, *session_ids):
-        """Those of some sessions that are still there."""
+        """Return those of some sessions that still exist."""
         found = set()
         for session_id in session_ids:
             with suppress(UnknownSessionError):
@@ -79,12 +79,12 @@ class World:
         return found
 
     async def is_ended(self, session_id):
-        """Whether a session takes no turn any more."""
+        """Return whether a session accepts no turn any more."""
         found, _ = await self.service.turns.sessions.get(SessionKey("acme", MODEL, session_id))
         return found.has_ended
 
     async def until_so(self, is_so):
-        """The same, of what needs no waiting."""
+        """Wait for the same with a condition that does not await."""
 
         async def ask():
             return is_so()
@@ -92,7 +92,7 @@ class World:
         await self.until(ask)
 
     async def until(self, is_so):
-        """Wait for what is tidied up beside everything else."""
+        """Wait for background cleaning."""
         async with asyncio.timeout(30):
             while not await is_so():  # noqa: ASYNC110  # what is waited for has no event
                 await asyncio.sleep(0.01)
@@ -111,8 +111,8 @@ async def world_in(model, directory, max_sessions=10, subagent_idle_s=900.0, cal
         store.close()
 
 
-async def test_a_history_leads_to_the_session_that_has_it(model, tmp_path):
-    """With its answer at the end, whose surrounding white space does not count."""
+async def test_a_history_leads_to_its_session(model, tmp_path):
+    """With its answer at the end, without surrounding white space."""
     async with world_in(model, tmp_path) as world:
         await world.record("s-1")
         chain = world.completion.chain(ANN)
@@ -123,8 +123,8 @@ async def test_a_history_leads_to_the_session_that_has_it(model, tmp_path):
         assert {(point.session_id, point.turns) for point in found.values()} == {("s-1", 1)}
 
 
-async def test_a_session_awaits_the_tools_that_its_answer_calls(model, tmp_path):
-    """By name, once each; one that only speaks awaits nothing, nor one that is over."""
+async def test_a_session_awaits_the_called_tools(model, tmp_path):
+    """By name, once each; without calls it awaits nothing, nor does an ended one."""
     async with world_in(model, tmp_path) as world:
         names = ("speaks", "ends", "repeats", "calls")
         await world.make(*names)
@@ -140,8 +140,8 @@ async def test_a_session_awaits_the_tools_that_its_answer_calls(model, tmp_path)
         await world.until_so(lambda: len(expected) == 2)
 
 
-async def test_a_session_that_another_goes_on_for_is_superseded(model, tmp_path):
-    """Unless it has gone on itself, or is gone."""
+async def test_a_session_that_another_replaces_is_superseded(model, tmp_path):
+    """Unless it has continued, or is gone."""
     async with world_in(model, tmp_path) as world:
         await world.make("old", "left", "new", "newer")
         expected = world.service.engine.store.expected
@@ -157,7 +157,7 @@ async def test_a_session_that_another_goes_on_for_is_superseded(model, tmp_path)
         assert expected == [("old", (), True)]
 
 
-async def test_a_session_without_a_known_history_leaves_none(model, tmp_path):
+async def test_a_session_without_a_known_history_stores_none(model, tmp_path):
     """Its response is found all the same."""
     async with world_in(model, tmp_path) as world:
         route = Route("s-1", 0, 0, None)
@@ -168,8 +168,8 @@ async def test_a_session_without_a_known_history_leaves_none(model, tmp_path):
         assert (stored.history, stored.at.session_id) == (None, "s-1")
 
 
-async def test_of_too_many_unnamed_sessions_the_one_unused_for_longest_goes(model, tmp_path):
-    """One that its client has named stays, however old it is."""
+async def test_the_least_recently_used_of_too_many_unnamed_sessions_is_removed(model, tmp_path):
+    """A session named by its client stays, however old it is."""
     async with world_in(model, tmp_path, max_sessions=2) as world:
         names = ("mine", "s-0", "s-1", "s-2")
         await world.make(*names)
@@ -185,8 +185,8 @@ async def test_of_too_many_unnamed_sessions_the_one_unused_for_longest_goes(mode
         assert await world.left(*names) == {"mine", "s-1", "s-2"}
 
 
-async def test_room_is_made_by_a_session_that_is_not_in_use(model, tmp_path):
-    """Those with a turn under way are passed over; if all have one, there is no room."""
+async def test_room_is_made_by_an_unused_session(model, tmp_path):
+    """Those with a running turn are skipped; if all have one, there is no room."""
     async with world_in(model, tmp_path) as world:
         names = ("s-0", "s-1", "s-2")
         await world.make(*names)
@@ -201,7 +201,7 @@ async def test_room_is_made_by_a_session_that_is_not_in_use(model, tmp_path):
             world.service.turns.cancel(turn.submission.key, turn.submission.request_id)
 
 
-async def test_what_a_kill_left_of_passing_sessions_goes_at_the_next_start(model, tmp_path):
+async def test_temporary_sessions_of_a_killed_service_are_removed(model, tmp_path):
     """One whose answer was stored is not temporary any more, and stays."""
     async with world_in(model, tmp_path) as world:
         await world.make("lost", "kept")
@@ -219,8 +219,8 @@ async def test_what_a_kill_left_of_passing_sessions_goes_at_the_next_start(model
 
 
 @pytest.mark.parametrize(("most", "is_removed"), [(None, True), (1, True), (0, False)])
-async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_removed):
-    """Somebody has a turn in it that its remover does not know of; its inputs go with it."""
+async def test_a_session_that_continued_is_not_removed(model, tmp_path, most, is_removed):
+    """It has a turn that the removing code does not know; its inputs are removed with it."""
     async with world_in(model, tmp_path) as world:
         await world.make("s")
         info = ResponseInfo(1.0, "m")
@@ -232,7 +232,7 @@ async def test_a_session_that_went_on_is_not_removed(model, tmp_path, most, is_r
 
 
 async def test_an_idle_session_of_a_sub_agent_is_ended(model, tmp_path):
-    """Not deleted; nor is one that somebody named, or that is no sub-agent's."""
+    """It is not deleted; nor is one with a client's name, or of a main agent."""
     async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
         await world.make("s-1", "s-2", "s-3")
         named = Route("s-2", 0, 0, world.completion.chain(ANN).start, is_named=True)
@@ -245,8 +245,8 @@ async def test_an_idle_session_of_a_sub_agent_is_ended(model, tmp_path):
         assert await world.left("s-1") == {"s-1"}
 
 
-async def test_a_session_of_a_sub_agent_that_went_on_is_not_ended(model, tmp_path):
-    """By whomever: at another server, or under its name."""
+async def test_a_subagents_session_that_continued_is_not_ended(model, tmp_path):
+    """At another server, or under its name."""
     async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
         await world.make("s-1", "s-2")
         turn = await world.begin("s-1", max_tokens=2)
@@ -257,8 +257,8 @@ async def test_a_session_of_a_sub_agent_that_went_on_is_not_ended(model, tmp_pat
         assert not await world.is_ended("s-1")
 
 
-async def test_nobody_ends_what_may_have_gone_on(model, tmp_path):
-    """While the store is silent nobody knows that."""
+async def test_no_session_is_ended_while_the_store_is_silent(model, tmp_path):
+    """It may have continued."""
     blobs = FaultyStore(Random(1))  # noqa: S311
     calls = StoreCalls(View(blobs), 60.0, Backoff(Random(1), first_s=0.0, longest_s=0.0))  # noqa: S311
     async with world_in(model, tmp_path, subagent_idle_s=0.05, calls=calls) as world:
@@ -273,8 +273,8 @@ async def test_nobody_ends_what_may_have_gone_on(model, tmp_path):
     calls.close()
 
 
-async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):
-    """Nor does it stop the others' end."""
+async def test_a_missing_session_is_not_ended(model, tmp_path, caplog):
+    """The others' end is not affected."""
     async with world_in(model, tmp_path, subagent_idle_s=0.05) as world:
         await world.make("s-2")
         await world.record("s-1", is_subagent=True)
@@ -284,7 +284,7 @@ async def test_a_session_that_is_gone_is_not_ended(model, tmp_path, caplog):
 
 
 def turn_of(conversation, session_id, *, release=None):
-    """The first turn of a conversation, to be answered in a session."""
+    """Make the first turn of a conversation, to be answered in a session."""
     item = {"id": f"msg_{session_id}"}
     going = ConversationTurn(conversation, None, "", [item], lambda _: (), release or (lambda: 0))
     fields = {"session_id": session_id, "conversation": going}
@@ -295,7 +295,7 @@ KEPT = {"is_kept": True, "overflow": ""}
 
 
 async def test_a_conversation_is_free_when_its_turn_is_stored(model, tmp_path):
-    """Before its client knows; the session that it has left goes."""
+    """Before its client is answered; the session that it has left is removed."""
     async with world_in(model, tmp_path) as world:
         await world.make("conv_a", "conv_a-2")
         made = Conversation("conv_a", 1.0, {}, session_id="conv_a")
@@ -313,8 +313,8 @@ async def test_a_conversation_is_free_when_its_turn_is_stored(model, tmp_path):
         await world.until(is_gone)
 
 
-async def test_a_turn_that_its_client_left_at_its_end_is_not_the_conversations(model, tmp_path):
-    """The session that was made for it goes, though it has the turn; not if a repeat stayed."""
+async def test_a_turn_abandoned_at_its_end_is_not_added_to_the_conversation(model, tmp_path):
+    """The session made for it is removed with the turn; not if a repeat still follows it."""
     async with world_in(model, tmp_path) as world:
         await world.make("conv_a-2", "conv_a-3")
         made = Conversation("conv_a", 1.0, {}, session_id="conv_a-3")
@@ -330,7 +330,7 @@ ROUTE = Route("new", 0, 0, b"history", resembles=RESEMBLED)
 
 
 def session(num_turns=2, *, is_ended=False):
-    """A session of some turns."""
+    """Make a session of some turns."""
     made = Transcript(Header("acme", "model", "old"))
     for number in range(num_turns):
         ids = (number,)
@@ -341,28 +341,28 @@ def session(num_turns=2, *, is_ended=False):
     return made
 
 
-def test_the_session_that_was_left_where_the_other_begins():
-    """An edit, a compaction, or what a model thought left out: its newest answer is there."""
+def test_the_left_session_is_superseded_where_the_other_begins():
+    """An edit, a compaction, or a dropped thought: its newest answer is in the other one."""
     assert supersedes(turn(), ROUTE, RESEMBLED, session())
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
-def test_a_session_that_has_gone_on_is_a_branch_of_its_own(num_turns):
-    """Somebody went back to an earlier answer; or the turn of another client came in between."""
+def test_a_session_that_continued_is_an_independent_branch(num_turns):
+    """The client went back to an earlier answer; or another client's turn came in between."""
     assert not supersedes(turn(), ROUTE, RESEMBLED, session(num_turns))
 
 
-def test_a_session_that_a_client_named_is_one_that_it_comes_back_to():
+def test_a_session_named_by_its_client_is_not_superseded():
     named = replace(RESEMBLED, is_named=True)
     assert not supersedes(turn(), ROUTE, named, session())
 
 
-def test_a_sub_agent_takes_nobodys_place():
-    """Its agent goes on beside it."""
+def test_a_subagent_supersedes_nothing():
+    """Its agent continues beside it."""
     assert not supersedes(turn(is_subagent=True), ROUTE, RESEMBLED, session())
 
 
-def test_a_conversation_that_goes_on_in_its_session_supersedes_nothing():
-    """Nor is anything to be said of one that has ended."""
+def test_a_conversation_that_stays_in_its_session_supersedes_nothing():
+    """Nor does one that has ended."""
     assert not supersedes(turn(), replace(ROUTE, session_id="old"), RESEMBLED, session())
     assert not supersedes(turn(), ROUTE, RESEMBLED, session(is_ended=True))

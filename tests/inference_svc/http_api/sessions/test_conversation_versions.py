@@ -1,4 +1,4 @@
-"""Which versions conversations are of: every change is noted, whoever makes it."""
+"""Versions of conversations: every change is noted, whatever makes it."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def rows(store, table):
 
 
 async def test_a_new_conversation_is_behind_until_it_is_agreed(store):
-    """Of others' there is nothing."""
+    """Others' conversations have no rows."""
     assert await store.versions.sync_state("acme", "conv_a") == SyncState(0, is_behind=True)
     assert await store.versions.list_behind(9) == [("acme", "conv_a")]
     assert await store.versions.list_shared() == []
@@ -42,7 +42,7 @@ async def test_a_new_conversation_is_behind_until_it_is_agreed(store):
 
 
 async def test_every_change_is_noted(store):
-    """Where it is made: those who make it need not know."""
+    """By the database: changing code need not know."""
     kept = store.conversations
     at = Point("conv_a", 1, "r-1", is_named=True)
     turn = ConversationTurn(MADE, None, "Be brief.", (), lambda _: (), lambda: None)
@@ -59,8 +59,8 @@ async def test_every_change_is_noted(store):
     assert (await store.versions.read("acme", "conv_a")).gone == ("msg_a",)
 
 
-async def test_a_conversation_is_read_whole_and_set_whole(store):
-    """With what was deleted of it, and its bytes; it is behind if the store has another one."""
+async def test_a_conversation_is_read_and_replaced_as_a_whole(store):
+    """With deletions and sizes; it is behind if the store has another version."""
     found = await store.versions.read("acme", "conv_a")
     items = tuple(map(EntryItem, ITEMS))
     assert found == ConversationEntry(
@@ -92,7 +92,7 @@ async def test_a_conversation_is_read_whole_and_set_whole(store):
     assert store._db.execute("SELECT size FROM conversations").fetchone() == size
 
 
-async def test_a_session_that_is_left_is_to_go_and_one_that_is_taken_stays(store):
+async def test_a_left_session_is_marked_for_removal_and_a_used_one_is_not(store):
     found = await store.versions.read("acme", "conv_a")
     moved = replace(found, session="conv_a-2")
     await store.record_temporary("acme", "conv_a-2")
@@ -102,8 +102,8 @@ async def test_a_session_that_is_left_is_to_go_and_one_that_is_taken_stays(store
     assert await store.temporary_sessions() == [("acme", "conv_a-2")]
 
 
-async def test_nothing_of_a_deleted_conversation_is_left(store):
-    """Of another one all is."""
+async def test_a_deleted_conversation_leaves_nothing(store):
+    """Another one is not affected."""
     await store.conversations.create("acme", replace(MADE, conversation_id="conv_b"), ITEMS)
     await store.conversations.delete_item(MADE, "msg_a")
     await store.conversations.delete("acme", "conv_a")

@@ -1,4 +1,4 @@
-"""What is stored of conversations, in a real file; who changes one."""
+"""Stored conversations, in a real file, and exclusive changes of one."""
 
 import contextlib
 import sqlite3
@@ -71,7 +71,7 @@ async def size(kept, tenant="acme"):
 
 
 async def delete(kept, item_id, turns, request_id):
-    """Delete an item; so many turns are left."""
+    """Delete an item; return how many turns are left."""
     found = await kept.find("acme", "conv_a")
     await kept.delete_item(replace(found, turns=turns, request_id=request_id), item_id)
 
@@ -83,7 +83,7 @@ async def turn(kept, brought, at=None, to=None, **options):
     return await kept.record("acme", goes_on(before, at, **options), where, items(brought))
 
 
-async def test_a_conversation_is_its_tenants(kept):
+async def test_a_conversation_belongs_to_its_tenant(kept):
     """It is found as it was made."""
     await kept.create("acme", MADE, items("ab"))
     assert await kept.find("acme", "conv_a") == MADE
@@ -96,7 +96,7 @@ async def test_a_conversation_is_its_tenants(kept):
 
 
 async def test_pages_go_both_ways(kept):
-    """After an item, or from an end; there is none after what is not there."""
+    """After an item, or from an end; behind an unknown item there is none."""
     await kept.create("acme", MADE, items("abcde"))
     await kept.create("acme", replace(MADE, conversation_id="conv_b"), items("xy"))
 
@@ -113,8 +113,8 @@ async def test_pages_go_both_ways(kept):
     assert await kept.page("conv_a", 9, "msg_x", is_ascending=True) is None
 
 
-async def test_a_page_has_so_many_bytes(tmp_path):
-    """And one item at least: the next page has the next."""
+async def test_the_size_of_a_page_is_limited(tmp_path):
+    """It has at least one item: the next page has the next."""
     store = ApiStore(tmp_path, 1000, conversation_bytes=2**30)
     kept = store.conversations
     third, whole = "x" * (PAGE_CHARACTERS // 3), "x" * PAGE_CHARACTERS
@@ -129,8 +129,8 @@ async def test_a_page_has_so_many_bytes(tmp_path):
     store.close()
 
 
-async def test_a_turn_reads_so_much(tmp_path):
-    """So many items, and so many bytes."""
+async def test_a_turn_reads_a_limited_amount(tmp_path):
+    """By number of items, and by bytes."""
     store = ApiStore(tmp_path, 1000, conversation_bytes=2**30)
     kept = store.conversations
     await kept.create("acme", MADE, items(map(str, range(MAX_UNREAD))))
@@ -143,8 +143,8 @@ async def test_a_turn_reads_so_much(tmp_path):
     store.close()
 
 
-async def test_calls_are_of_one_turn(kept):
-    """What tools return is named by them; results are none."""
+async def test_calls_belong_to_one_turn(kept):
+    """Results are named by them; results are no calls."""
     await kept.create("acme", MADE, ())
     calls = [{"id": "fc_a"}, {"id": "fco_a"}, {"id": "msg_a"}, {"id": "fc_b"}]
     before = await kept.find("acme", "conv_a")
@@ -154,8 +154,8 @@ async def test_calls_are_of_one_turn(kept):
     assert await kept.calls("conv_a", 2) == []
 
 
-async def test_a_turn_reads_what_was_not_read(kept):
-    """And adds what it brought and said."""
+async def test_a_turn_reads_unread_items(kept):
+    """And adds its own input and output."""
     await kept.create("acme", MADE, items("ab"))
     assert names(await kept.unread("conv_a", 0, BOUND)) == "ab"
     assert await turn(kept, "cd")
@@ -179,8 +179,8 @@ async def test_a_turn_is_added_once(kept):
     assert await all_of(kept) == "abc"
 
 
-async def test_what_follows_a_deleted_item_is_not_read(kept):
-    """As far as the conversation's turns do not count any more."""
+async def test_items_behind_a_deleted_one_are_not_read(kept):
+    """Where the conversation's turns do not count any more."""
     await kept.create("acme", MADE, items("a"))
     await turn(kept, "bc")
     await turn(kept, "de", end(1))
@@ -196,8 +196,8 @@ async def test_what_follows_a_deleted_item_is_not_read(kept):
     assert names(await kept.unread("conv_a", 2, BOUND)) == ""
 
 
-async def test_a_session_that_is_left_is_to_go(store, kept):
-    """What its first turns are known by goes on in the one that takes its place."""
+async def test_a_left_session_is_marked_for_removal(store, kept):
+    """The ids of its first turns stay valid in the session that replaces it."""
     info = ResponseInfo(1.0, "m", conversation_id="conv_a")
     await kept.create("acme", MADE, ())
     await turn(kept, "ab")
@@ -218,8 +218,8 @@ async def test_a_session_that_is_left_is_to_go(store, kept):
     assert (await kept.find("acme", "conv_a")).session_id == "conv_a-2"
 
 
-async def test_a_tenant_has_its_own_room(kept):
-    """Bytes count, of items, notes and instructions; what is deleted makes room."""
+async def test_a_tenant_has_its_own_limit(kept):
+    """It counts bytes of items, notes and instructions; deletions make room."""
     await kept.create("acme", MADE, ())
     assert await size(kept) == ROW_BYTES + len('{"for": "é"}'.encode())
     large = items("b", "é" * ((BOUND - ROW_BYTES) // 2))
@@ -245,15 +245,15 @@ async def test_a_tenant_has_its_own_room(kept):
     assert await size(kept) <= BOUND - ROW_BYTES - 200
 
 
-async def test_nothing_is_added_to_what_is_gone(kept):
+async def test_nothing_is_added_to_a_deleted_conversation(kept):
     """Its session may have been deleted by another API."""
     with pytest.raises(UnknownConversationError):
         await kept.add("acme", "conv_a", items("a"))
     assert await all_of(kept) == ""
 
 
-async def test_an_earlier_files_tables_are_added_to(tmp_path):
-    """What it has stays."""
+async def test_an_older_file_gets_the_missing_tables(tmp_path):
+    """Its contents stay."""
     store = ApiStore(tmp_path, 100, conversation_bytes=BOUND)
     await store.record_temporary("acme", "s-1")
     store.close()
@@ -269,8 +269,8 @@ async def test_an_earlier_files_tables_are_added_to(tmp_path):
     last.close()
 
 
-def test_one_request_changes_a_conversation():
-    """Others are refused until it is over; another conversation is another matter."""
+def test_one_request_at_a_time_changes_a_conversation():
+    """Others are refused until it has ended; another conversation is independent."""
     holds = Holds()
     with holds.hold("acme", "conv_a"):
         with pytest.raises(SessionBusyError), holds.hold("acme", "conv_a"):
@@ -288,8 +288,8 @@ def test_one_request_changes_a_conversation():
     assert holds._holders == {}
 
 
-def test_repeats_of_a_request_hold_it_together():
-    """It is free when the last of them is over."""
+def test_repeats_of_a_request_share_the_right_to_change():
+    """It is free when the last of them has ended."""
     holds = Holds()
     with holds.hold("acme", "conv_a", b"key") as first, holds.hold("acme", "conv_a", b"key"):
         first()

@@ -18,35 +18,35 @@ messages = st.lists(
 )
 
 
-def stripped(message):
+def strip_answer(message):
     is_answer = message.role == "assistant"
     return Message(message.role, message.content.strip()) if is_answer else message
 
 
 @given(messages, messages)
-def test_equal_histories_and_only_those_have_equal_digests(one, other):
+def test_digests_are_equal_exactly_for_equal_histories(one, other):
     """White space around an answer does not count; every other character does."""
     digests = [CHAIN.along(CHAIN.start, said)[-1] for said in (one, other)]
-    same = list(map(stripped, one)) == list(map(stripped, other))
+    same = list(map(strip_answer, one)) == list(map(strip_answer, other))
     assert (digests[0] == digests[1]) == same
 
 
-def test_roles_and_contents_do_not_run_together():
-    """A message is not another one that is written differently."""
+def test_roles_and_contents_are_separated():
+    """A message is not another one that is split differently."""
     said = [Message("user", "ab"), Message("user", "")]
     other = [Message("user", "a"), Message("user", "b")]
     assert CHAIN.along(CHAIN.start, said)[-1] != CHAIN.along(CHAIN.start, other)[-1]
 
 
-def test_a_history_goes_on_where_it_was():
+def test_a_digest_can_be_continued():
     """The digest of a whole is that of its beginning and the rest."""
     said = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     digests = CHAIN.along(CHAIN.start, said)
     assert CHAIN.along(digests[1], said[1:]) == digests[1:]
 
 
-def test_nobody_shares_a_history():
-    """Not another tenant, model or service."""
+def test_histories_are_not_shared():
+    """With another tenant, model or service."""
     others = [
         HistoryChain(KEY, "other", "model"),
         HistoryChain(KEY, "acme", "another"),
@@ -56,8 +56,8 @@ def test_nobody_shares_a_history():
     assert len({chain.start for chain in (CHAIN, *others)}) == 5
 
 
-def test_a_sessions_own_histories():
-    """The same history of two sessions has two digests of their own."""
+def test_a_sessions_histories_have_their_own_digests():
+    """Equal histories of two sessions have different ones."""
     assert len({CHAIN.start, CHAIN.within(CHAIN.start, "a"), CHAIN.within(CHAIN.start, "b")}) == 3
 
 
@@ -67,15 +67,15 @@ def test_ids_depend_on_all_of_their_parts():
     assert len(ids | {HistoryChain(KEY, "x", "model").id_of("a", "b")}) == 4
 
 
-def test_beginnings_end_with_an_answer_and_something_follows():
-    """The longest comes first."""
+def test_beginnings_end_with_an_answer():
+    """Something follows each; the longest comes first."""
     roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert beginnings([Message(role, "x") for role in roles]) == [5, 3]
     assert beginnings([Message("user", "x")]) == []
 
 
-def test_calls_of_tools_are_part_of_a_history():
-    """By name and arguments, whose order does not count; not by ids, which clients may change."""
+def test_calls_are_part_of_a_history():
+    """By name and arguments in any order; not by ids, which clients may change."""
     call = ToolCall("look", '{"a": 1, "b": [2]}', "c1")
     said = Message("assistant", "I look.\n", (call,))
     same = [
@@ -94,8 +94,8 @@ def test_calls_of_tools_are_part_of_a_history():
     assert len({digest, *(CHAIN.after(CHAIN.start, one) for one in others)}) == len(others) + 1
 
 
-def test_what_a_tool_returned_is_of_a_call():
-    """Two results are not those of one another's calls."""
+def test_a_result_belongs_to_its_call():
+    """Exchanged results are another history."""
     result = Message("tool", "4", tool_call_id="c1", name="look")
     digests = [
         CHAIN.after(CHAIN.start, one)
@@ -106,15 +106,15 @@ def test_what_a_tool_returned_is_of_a_call():
 
 
 def test_tools_begin_a_history():
-    """Others begin another, and none the one that there always was."""
+    """Different tools give different digests; without tools it is the original one."""
     tools = (Tool("look", "Looks."),)
     openings = [CHAIN.opening(()), CHAIN.opening(tools), CHAIN.opening((*tools, Tool("see")))]
     assert openings[0] == CHAIN.start
     assert len(set(openings)) == 3
 
 
-def test_what_arguments_make_of_it_begins_a_history():
-    """Beside the tools; none is the one that there always was."""
+def test_template_arguments_begin_a_history():
+    """Beside the tools; without any it is the original one."""
     tools = (Tool("look", "Looks."),)
     openings = [CHAIN.opening(of, framing) for of in ((), tools) for framing in ("", "a", "b")]
     assert len(set(openings)) == 6
@@ -122,15 +122,15 @@ def test_what_arguments_make_of_it_begins_a_history():
     assert openings[3] == CHAIN.opening(tools)
 
 
-def test_who_says_a_question_is_part_of_a_history():
-    """Who says an answer is known: clients put names there, or leave them out."""
+def test_the_names_of_users_are_part_of_a_history():
+    """Those of answers are not: clients may add or omit them."""
     for role, num in (("user", 3), ("system", 3), ("assistant", 1), ("tool", 1)):
         named = [Message(role, "x", name=name) for name in ("", "Ann", "Bo")]
         assert len({CHAIN.after(CHAIN.start, one) for one in named}) == num
 
 
-def test_what_every_server_knows_stays_what_it_is():
-    """Another release finds it in transcripts, too; it is the tenant's, and the model's."""
+def test_shared_digests_never_change():
+    """Other releases find them in transcripts; they depend on the tenant and the model."""
     said = [Message("user", "Hi"), Message("assistant", "Yes?")]
     chain = open_chain("acme", "model")
     digest = chain.along(chain.opening((Tool("look"),), "framed"), said)[-1]

@@ -1,4 +1,4 @@
-"""Conversations that no client has named go on at every server that shares their store."""
+"""Unnamed conversations continue at every server that shares their store."""
 
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -35,7 +35,7 @@ def model(tiny_model):
 
 
 class SharingServer(Server):
-    """One server, with transcripts and a memory of its own."""
+    """One server, with its own transcripts and memory."""
 
     names = count()
 
@@ -45,20 +45,20 @@ class SharingServer(Server):
         self.calls = service.store.sharing.store.calls
 
     async def answer(self, messages, text):
-        """Answer a conversation in the session that it goes to, or in a new one; returns where."""
+        """Answer a conversation in its session, or in a new one; return which."""
         route, asked = await self.find(messages, "")
         route = replace(route, session_id=route.session_id or f"s-{next(self.names)}")
         await self.record(asked, route, text)
         return route
 
     async def say(self, num_answers, start=0):
-        """A whole conversation; returns where its last turn went."""
+        """Run a whole conversation; return the session of its last turn."""
         for num in range(start, num_answers):
             route = await self.answer(talk(num), ANSWERS[num])
         return route
 
     def asked(self):
-        """How often conversations were asked for, by what became of it."""
+        """Return how often conversations were looked up, by result."""
         return {result: num for (result,), num in self.sessions.histories.asked.counts.items()}
 
     def num_calls(self, kind):
@@ -92,8 +92,8 @@ def there(servers):
     return servers[1]
 
 
-async def test_a_conversation_goes_on_anywhere(here, there):
-    """In its session, whichever server has answered before; each counts it among its own."""
+async def test_a_conversation_continues_anywhere(here, there):
+    """In its session, whichever server has answered before; each adds it to its own."""
     begun = await here.say(1)
     route = await there.answer(talk(1), ANSWERS[1])
     assert (route.session_id, route.turns, route.first) == (begun.session_id, 1, 2)
@@ -106,12 +106,12 @@ async def test_a_conversation_goes_on_anywhere(here, there):
         assert await server.store.take_oldest(0) == [("acme", begun.session_id)]
 
 
-async def test_nobody_asks_for_what_is_known_or_new(here):
-    """And of a conversation that nobody knows only the two longest beginnings are asked for."""
+async def test_known_and_new_conversations_are_not_looked_up(here):
+    """Of an unknown one only the two longest beginnings are looked up."""
     await here.say(3)
     assert (await here.find(talk(3), ""))[0].turns == 3
     assert here.asked() == {}
-    # Once whether there is such a session; then the transcript and its history, behind each answer.
+    # Once for the session itself; then the transcript and its history, after each answer.
     assert here.calls.ended.counts == {("read",): 1, ("replaced",): 3, ("told",): 3}
     others = [replace(QUESTION, content="Ho"), *talk(3)[1:]]
     route, _ = await here.find(others, "")
@@ -121,7 +121,7 @@ async def test_nobody_asks_for_what_is_known_or_new(here):
 
 
 async def test_a_client_that_goes_back_by_one_answer_gets_a_fork(here, there):
-    """As where it was."""
+    """As at the original server."""
     begun = await here.say(2)
     edited = [*talk(1), Message("assistant", "Other"), MORE]
     route, _ = await there.find(edited, "")
@@ -129,8 +129,8 @@ async def test_a_client_that_goes_back_by_one_answer_gets_a_fork(here, there):
     assert not route.may_append
 
 
-async def test_only_what_is_longer_is_asked_for(here, there):
-    """A server that knows a beginning goes on from it where others know no more."""
+async def test_only_longer_histories_are_looked_up(here, there):
+    """A server that knows a beginning continues it if others know no more."""
     await here.say(1)
     await there.say(2, start=1)
     messages = [*talk(1), Message("assistant", "Other"), MORE]
@@ -139,8 +139,8 @@ async def test_only_what_is_longer_is_asked_for(here, there):
     assert here.num_calls("asked") == 1
 
 
-async def test_a_session_that_is_gone_is_not_found(here, there):
-    """Its entries go with it; one that stayed leads nowhere."""
+async def test_a_deleted_session_is_not_found(here, there):
+    """Its entries are removed with it; a remaining one leads nowhere."""
     begun = await here.say(1)
     key = SessionKey("acme", "model", begun.session_id)
     await here.sessions.delete(key)
@@ -152,8 +152,8 @@ async def test_a_session_that_is_gone_is_not_found(here, there):
 
 
 @pytest.mark.parametrize("name", ["other", "no/name"])
-async def test_what_the_store_says_is_not_believed_alone(here, there, name):
-    """The session's own turns say what they are of."""
+async def test_entries_of_the_store_are_verified(here, there, name):
+    """The session's own turns have their histories."""
     await here.say(1)
     route, asked = await here.find([replace(QUESTION, content="Ho")], "")
     await here.record(asked, replace(route, session_id="other"), ANSWERS[0])
@@ -164,14 +164,14 @@ async def test_what_the_store_says_is_not_believed_alone(here, there, name):
 
 
 def digests(num_answers):
-    """Of a conversation's whole histories, as every server has them."""
+    """Return the digests of a conversation's histories, which every server computes."""
     chain = open_chain("acme", "model")
     along = chain.along(chain.start, talk(num_answers)[:-1])
     return [digest.hex() for digest in along[2::2]]
 
 
-async def test_while_the_store_is_silent_nobody_asks(servers, here, there):
-    """Those that are here go on; the others are new. Then all is as it was."""
+async def test_a_silent_store_is_not_asked(servers, here, there):
+    """Local conversations continue; others are new. Later everything works again."""
     await here.say(1)
     begun = await there.say(1)
     blobs = there.calls._store._store
@@ -188,29 +188,31 @@ async def test_while_the_store_is_silent_nobody_asks(servers, here, there):
     assert (await here.find(talk(2), ""))[0].session_id == begun.session_id
 
 
-async def test_what_others_could_not_find_stays_here(here):
-    """What has no history, what goes with its answer, what has only a part of it."""
+async def test_histories_that_others_could_not_find_are_not_shared(here):
+    """Without a history, with a temporary answer, or with only a part of one."""
     route = Route("s", 0, 0, b"")
-    assert (await submitted(here, turn(), route)).is_local is False
+    assert (await submission_of(here, turn(), route)).is_local is False
     for asked, at in (
         (turn(messages=(), raw=TextInput("Hi")), route),
         (turn(is_kept=False), route),
         (turn(is_final=True), route),
         (turn(), replace(route, turns=1)),
     ):
-        made = await submitted(here, asked, at)
+        made = await submission_of(here, asked, at)
         assert made.is_local
         assert made.fork_id
     info = ResponseInfo(1.0, "m")
-    stored = await submitted(here, turn(info=info, response_id="resp_1"), replace(route, turns=1))
+    stored = await submission_of(
+        here, turn(info=info, response_id="resp_1"), replace(route, turns=1)
+    )
     assert (stored.is_local, stored.response_id) == (False, "resp_1"), "it is found by its id"
-    assert (await submitted(here, turn(response_id="resp_1"), route)).response_id == ""
-    named = await submitted(here, turn(), replace(route, is_named=True))
+    assert (await submission_of(here, turn(response_id="resp_1"), route)).response_id == ""
+    named = await submission_of(here, turn(), replace(route, is_named=True))
     assert (named.is_local, named.fork_id) == (False, "")
     assert named.digests_in("s", "Yes.").history == ""
 
 
-async def submitted(server, asked, route):
+async def submission_of(server, asked, route):
     before = await server.router.digest_before_answer(ANN, asked, route)
     is_local = server.router.is_local(asked, route, before)
     key = SessionKey("acme", "model", "s")

@@ -1,4 +1,4 @@
-"""Conversations go on at every server that shares them."""
+"""Conversations continue at every server that shares them."""
 
 import asyncio
 from collections import defaultdict
@@ -36,11 +36,11 @@ def items(names):
 
 
 class Server:
-    """One server's conversations; each call as a client's request makes it.
+    """One server's conversations; each call stands for a client's request.
 
     Attributes:
         moving: the conversations.
-        store: those that are here.
+        store: this server's own.
     """
 
     def __init__(self, directory, calls, sealer, bound=BOUND):
@@ -62,11 +62,11 @@ class Server:
         return await self.moving.find("acme", NAME, **how)
 
     async def listed(self):
-        """Its items, as a client lists them; None: it is not there."""
+        """Return its items, as a client lists them; None: it does not exist."""
         return await self.here() if await self.find() else None
 
     async def here(self):
-        """Its items, as they are here by now."""
+        """Return its items as this server has them."""
         found, _ = await self.store.conversations.page(NAME, 1000, "", is_ascending=True)
         return "".join(item["id"].removeprefix("msg_") for item in found)
 
@@ -82,7 +82,7 @@ class Server:
             await self.moving.delete_item("acme", left, f"msg_{name}")
 
     async def begin(self):
-        """Begin a turn; returns what it ends with."""
+        """Begin a turn; return what is needed to end it."""
         hold = self.moving.holds.hold("acme", NAME)
         release = hold.__enter__()  # the turn's end leaves it
         before = await self.find(is_held=True)
@@ -103,7 +103,7 @@ class Server:
         return await end(names, session_id)
 
     async def size(self):
-        """The bytes that count as its tenant's."""
+        """Return the bytes that count for its tenant."""
         sql = "SELECT size FROM conversations WHERE id = ?"
         return self.store._db.execute(sql, (NAME,)).fetchone()
 
@@ -115,7 +115,7 @@ class Server:
 
 
 class Servers:
-    """Servers that share a store in memory, by their names; each is begun when it is asked for."""
+    """Servers that share a store in memory, by name; each is created at its first use."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -140,7 +140,7 @@ class Servers:
         self.blobs.odds = Odds(fails=1.0 if is_silent else 0.0)
 
     def lose(self):
-        """Lose all conversations of the store."""
+        """Delete all conversations of the store."""
         for name in [name for name in self.blobs.blobs if name.startswith(CONVERSATIONS)]:
             del self.blobs.blobs[name]
 
@@ -158,7 +158,7 @@ def servers(tmp_path):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """The warnings that are logged."""
+    """Return the logged warnings."""
     lines = []
     monkeypatch.setattr(
         replicated_conversations.log,
@@ -170,7 +170,7 @@ def logged(monkeypatch):
 
 
 async def test_a_conversation_is_the_same_everywhere(servers):
-    """As it is made, added to, noted, answered, and cut."""
+    """After it is created, extended, annotated, answered, and cut."""
     await servers.a.create("xy")
     assert await servers.b.find() == MADE
     assert await servers.b.listed() == "xy"
@@ -193,7 +193,7 @@ async def test_a_conversation_is_the_same_everywhere(servers):
     assert not await servers.a.behind() + await servers.b.behind()
 
 
-async def test_a_server_without_a_store_asks_none(tmp_path):
+async def test_a_server_without_a_store_is_independent(tmp_path):
     """Its conversations are its own."""
     server = Server(tmp_path / "alone", None, Sealer())
     await server.create("x")
@@ -208,7 +208,7 @@ async def test_a_server_without_a_store_asks_none(tmp_path):
 
 
 async def test_requests_to_the_store_are_counted(servers):
-    """One before, and one to replace it after, which is three; of what is in step no more."""
+    """One before, and three to replace it afterwards; none for a current one."""
     await servers.a.create()
     assert servers.a.calls.ended.counts == {("replaced",): 1}
     await servers.a.turn("12")
@@ -221,8 +221,8 @@ async def test_requests_to_the_store_are_counted(servers):
     assert servers.b.num_calls("looked") == 3
 
 
-async def test_other_tenants_have_nothing_of_it(servers):
-    """Nor is it anything to them that an id is known."""
+async def test_other_tenants_cannot_see_it(servers):
+    """Even if they know its id."""
     await servers.a.create("x")
     for server in (servers.a, servers.b):
         assert await server.moving.find("other", NAME) is None
@@ -234,8 +234,8 @@ async def test_other_tenants_have_nothing_of_it(servers):
     assert await servers.a.listed() == "x"
 
 
-async def test_a_deleted_conversation_is_gone_everywhere(servers):
-    """By its id or its session; servers that nobody asks forget it, too."""
+async def test_a_deleted_conversation_is_deleted_everywhere(servers):
+    """By its id or its session; servers that no client asks forget it, too."""
     await servers.a.create("x")
     for server in (servers.b, servers.c):
         assert await server.listed() == "x"
@@ -249,7 +249,7 @@ async def test_a_deleted_conversation_is_gone_everywhere(servers):
         await servers.c.add("y")
 
 
-async def test_a_conversation_goes_with_its_session(servers):
+async def test_a_conversation_is_deleted_with_its_session(servers):
     """Wherever that is deleted; not with one that it has left."""
     await servers.a.create("x")
     await servers.a.turn("12", session_id="conv_a-2")
@@ -261,8 +261,8 @@ async def test_a_conversation_goes_with_its_session(servers):
     assert await servers.a.find() is None
 
 
-async def test_of_two_who_change_it_at_once_one_is_refused(servers):
-    """Nothing of that is there; tried again it follows the other one's."""
+async def test_one_of_two_simultaneous_changes_is_refused(servers):
+    """Nothing of it is stored; repeated, it follows the other one."""
     await servers.a.create("x")
     with servers.a.moving.holds.hold("acme", NAME):
         assert await servers.a.find(is_held=True)
@@ -282,7 +282,7 @@ async def test_of_two_who_change_it_at_once_one_is_refused(servers):
         assert (await server.find()).metadata == MADE.metadata
 
 
-async def test_one_that_was_deleted_meanwhile_is_not_changed(servers):
+async def test_a_conversation_deleted_meanwhile_is_not_changed(servers):
     await servers.a.create("x")
     with servers.a.moving.holds.hold("acme", NAME):
         assert await servers.a.find(is_held=True)
@@ -293,8 +293,8 @@ async def test_one_that_was_deleted_meanwhile_is_not_changed(servers):
     assert await servers.b.find() is None
 
 
-async def test_a_turn_that_others_have_overtaken_is_not_lost(servers, logged):
-    """What was answered follows what they have added, once; all is read again by the next turn."""
+async def test_an_overtaken_turn_is_not_lost(servers, logged):
+    """It follows the other server's additions, once; the next turn reads all of it."""
     await servers.a.create("x")
     end = await servers.a.begin()
     await servers.b.add("b")
@@ -308,8 +308,8 @@ async def test_a_turn_that_others_have_overtaken_is_not_lost(servers, logged):
 
 
 @pytest.mark.parametrize(("here", "there"), [("conv_a-2", ""), ("", "conv_a-3"), ("conv_a-2",) * 2])
-async def test_a_session_that_is_not_the_conversations_is_left(servers, here, there):
-    """By whoever went on there; the other one's is in use."""
+async def test_a_foreign_session_is_left_alone(servers, here, there):
+    """The other server's session is in use."""
     await servers.a.create("x")
     await servers.a.turn("1")
     end = await servers.a.begin()
@@ -325,7 +325,7 @@ async def test_a_session_that_is_not_the_conversations_is_left(servers, here, th
     assert {here} - {now, ""} <= temporary_sessions
 
 
-async def test_a_turn_whose_conversation_was_deleted_meanwhile_brings_it_not_back(servers, logged):
+async def test_a_turn_does_not_restore_a_conversation_deleted_meanwhile(servers, logged):
     await servers.a.create("x")
     end = await servers.a.begin()
     await servers.b.moving.delete("acme", NAME)
@@ -335,8 +335,8 @@ async def test_a_turn_whose_conversation_was_deleted_meanwhile_brings_it_not_bac
     assert await servers.b.find() is None
 
 
-async def test_repeats_of_a_request_find_the_same(servers):
-    """One waits for what the other one brings."""
+async def test_repeats_of_a_request_find_the_same_conversation(servers):
+    """One waits for the other's result."""
     await servers.a.create("x")
     await servers.b.find()
     await servers.a.turn("12")
@@ -350,8 +350,8 @@ async def test_repeats_of_a_request_find_the_same(servers):
     assert await servers.b.listed() == "x12"
 
 
-async def test_nothing_takes_the_place_of_what_a_request_changes(servers):
-    """It is shown as it is here, and notes are kept; then all of it is there."""
+async def test_a_conversation_is_not_replaced_while_a_request_changes_it(servers):
+    """It is shown as it is here, and notes are kept; afterwards everything is merged."""
     await servers.a.create("x")
     end = await servers.a.begin()
     await servers.b.add("b")
@@ -364,7 +364,7 @@ async def test_nothing_takes_the_place_of_what_a_request_changes(servers):
     assert await servers.a.listed() == await servers.b.listed() == "xb12"
 
 
-async def test_notes_that_change_while_a_turn_runs_do_not_stand_in_its_way(servers, logged):
+async def test_notes_that_change_during_a_turn_do_not_disturb_it(servers, logged):
     await servers.a.create("x")
     end = await servers.a.begin()
     await servers.a.moving.set_metadata("acme", NAME, {"a": "b"})
@@ -374,8 +374,8 @@ async def test_notes_that_change_while_a_turn_runs_do_not_stand_in_its_way(serve
     assert not logged
 
 
-async def test_what_a_silent_store_was_not_told_it_is_told_later(servers):
-    """Also after a restart; until then what is here goes on."""
+async def test_changes_during_the_stores_silence_are_sent_later(servers):
+    """Even after a restart; until then local conversations continue."""
     await servers.a.create("x")
     servers.silence()
     await servers.a.add("y")
@@ -393,8 +393,8 @@ async def test_what_a_silent_store_was_not_told_it_is_told_later(servers):
     assert (await servers.b.find()).metadata == {"a": "b"}
 
 
-async def test_one_that_was_made_while_the_store_was_silent_gets_there(servers):
-    """By whoever asks for it where it is, too."""
+async def test_a_conversation_created_during_the_silence_is_sent_later(servers):
+    """Also when a client asks for it at its server."""
     servers.silence()
     await servers.a.create("x")
     servers.silence(is_silent=False)
@@ -403,8 +403,8 @@ async def test_one_that_was_made_while_the_store_was_silent_gets_there(servers):
     assert await servers.b.listed() == "x"
 
 
-async def test_what_was_done_here_and_there_is_put_together(servers, logged):
-    """One server was away: nothing is lost, what was deleted stays so."""
+async def test_changes_on_both_sides_are_merged(servers, logged):
+    """One server was away: nothing is lost, deletions stay."""
     await servers.a.create("xyz")
     await servers.b.find()
     servers.silence()
@@ -427,8 +427,8 @@ async def test_what_was_done_here_and_there_is_put_together(servers, logged):
     assert await servers.b.find() is None
 
 
-async def test_a_change_whose_end_nobody_knew_is_made_once(servers, logged):
-    """The store says that it has failed, and has it."""
+async def test_a_change_with_an_unknown_result_is_made_once(servers, logged):
+    """The store reported an error, but has it."""
     await servers.a.create("x")
     servers.blobs.odds = Odds(lies=1.0)
     await servers.a.add("y")
@@ -439,8 +439,8 @@ async def test_a_change_whose_end_nobody_knew_is_made_once(servers, logged):
     assert await servers.a.behind() == []
 
 
-async def test_of_what_a_silent_store_may_have_nobody_knows(servers):
-    """Clients come again: to find, and to delete."""
+async def test_a_silent_store_leaves_conversations_unknown(servers):
+    """Clients retry later: to find, and to delete."""
     await servers.a.create("x")
     servers.silence()
     for asked in (
@@ -455,7 +455,7 @@ async def test_of_what_a_silent_store_may_have_nobody_knows(servers):
     assert await servers.b.listed() == "x"
 
 
-async def test_what_the_store_has_lost_it_gets_again(servers):
+async def test_conversations_that_the_store_has_lost_are_sent_again(servers):
     await servers.a.create("x")
     await servers.b.find()
     servers.lose()
@@ -469,8 +469,8 @@ async def test_what_the_store_has_lost_it_gets_again(servers):
     assert await servers.b.listed() == "xyz"
 
 
-async def test_what_comes_from_elsewhere_may_be_more_than_the_tenants_bound(servers):
-    """It is taken; adding is refused."""
+async def test_conversations_from_elsewhere_may_exceed_the_tenants_limit(servers):
+    """They are accepted; adding to them is refused."""
     await servers.a.create("x")
     await servers.a.moving.add("acme", NAME, [{"id": "msg_y", "text": "y" * (BOUND - 10_000)}])
     full = {"id": "msg_z", "text": "z" * (BOUND - 10_000)}
@@ -481,8 +481,8 @@ async def test_what_comes_from_elsewhere_may_be_more_than_the_tenants_bound(serv
     assert await servers.b.listed() == "xy"
 
 
-async def test_a_server_that_is_to_have_none_takes_none(servers):
-    """But for those that it had before that was said."""
+async def test_a_server_without_conversations_accepts_no_new_ones(servers):
+    """Except those that it had before the setting."""
     await servers.b.moving.create("acme", replace(MADE, conversation_id="conv_b"), items("b"))
     servers.restart("b")
     servers.bounds["b"] = 0
@@ -493,8 +493,8 @@ async def test_a_server_that_is_to_have_none_takes_none(servers):
     assert await servers.a.moving.find("acme", "conv_b") is None
 
 
-async def test_one_that_is_too_long_stays_here(servers, monkeypatch, logged):
-    """It is said once; others have what they had."""
+async def test_an_overlong_conversation_stays_local(servers, monkeypatch, logged):
+    """It is logged once; other servers keep their version."""
     await servers.a.create("x")
     most = max(len(data) for data, _ in servers.blobs.blobs.values())
     monkeypatch.setattr(conversation_entry, "MAX_ENTRY_BYTES", most)
@@ -514,8 +514,8 @@ async def test_one_that_is_too_long_stays_here(servers, monkeypatch, logged):
     assert await servers.b.listed() == "xabcdefghijk"
 
 
-async def test_who_does_not_have_the_key_is_told_so(servers, logged):
-    """And puts nothing over it, whatever is here."""
+async def test_a_server_without_the_key_is_refused(servers, logged):
+    """It overwrites nothing, whatever it has itself."""
     servers.sealers["a"] = servers.sealers["b"] = Sealer([new_key()])
     await servers.a.create("x")
     assert await servers.b.listed() == "x"
@@ -539,8 +539,8 @@ async def test_who_does_not_have_the_key_is_told_so(servers, logged):
     assert await servers.a.listed() == "xzy"
 
 
-async def test_what_cannot_be_read_is_said_once_and_stays(servers, logged):
-    """What is here waits, and other conversations go there."""
+async def test_an_unreadable_conversation_is_logged_once_and_kept(servers, logged):
+    """Local changes wait, and other conversations are sent."""
     await servers.a.create("x")
     servers.silence()
     await servers.a.add("y")
@@ -561,7 +561,7 @@ async def test_what_cannot_be_read_is_said_once_and_stays(servers, logged):
     assert await servers.b.listed() == "xzy"
 
 
-async def test_what_was_answered_is_not_refused_for_what_cannot_be_read(servers, logged):
+async def test_an_answered_turn_is_not_refused_for_an_unreadable_conversation(servers, logged):
     await servers.a.create("x")
     end = await servers.a.begin()
     View(servers.blobs).put(f"{place_of('acme', NAME)}/{2:020d}", b"what is no conversation")
@@ -570,7 +570,7 @@ async def test_what_was_answered_is_not_refused_for_what_cannot_be_read(servers,
     assert logged == ["conversation_not_shared"]
 
 
-async def test_of_what_was_deleted_the_last_items_are_known(servers):
+async def test_the_last_deleted_items_are_remembered(servers):
     """However many there were."""
     names = [chr(0x4E00 + number) for number in range(MAX_GONE + 3)]
     await servers.a.create()
@@ -583,8 +583,8 @@ async def test_of_what_was_deleted_the_last_items_are_known(servers):
     assert (await servers.b.store.versions.read("acme", NAME)).gone == tuple(names[3:])
 
 
-async def test_conversations_of_before_get_there(servers, monkeypatch):
-    """Whatever an earlier release has made; some at a time."""
+async def test_conversations_of_an_older_release_are_sent(servers, monkeypatch):
+    """Some at a time."""
     monkeypatch.setattr(replicated_conversations, "MOST_AT_ONCE", 2)
     db = servers.a.store._db
     db.executescript("DROP TABLE versions; DROP TABLE gone;")
@@ -611,12 +611,12 @@ REFUSALS = SessionMovedError, TranscriptUnavailableError, UnknownConversationErr
 
 
 class Scene:
-    """Two servers do what they like with one conversation, over a store with faults.
+    """Two servers change one conversation at random, over a store with faults.
 
     Attributes:
-        said: items that were added, as a client was told.
-        deleted: those that were deleted, likewise.
-        may_go: those that may be deleted: nobody was told.
+        said: added items that were confirmed to a client.
+        deleted: deleted items, likewise.
+        may_go: items that may be deleted: the result is unknown.
     """
 
     def __init__(self, servers, random):
@@ -628,7 +628,7 @@ class Scene:
         self.may_go = set()
 
     async def step(self):
-        """One request, at one of them; some are killed when it is over."""
+        """Send one request to one of them; some are killed afterwards."""
         one, other = self.random.choice(["ab", "ba"])
         server = getattr(self.servers, one)
         do = self.random.choice([self._add, self._add, self._turn, self._delete, self._note])
@@ -645,7 +645,7 @@ class Scene:
         self.said.add(name)
 
     async def _turn(self, server, other):
-        """A turn, in the middle of which the other one may act."""
+        """Run a turn, during which the other server may act."""
         name, end = next(self._names), await server.begin()
         if self.random.random() < 0.5:
             with suppress(*REFUSALS):
@@ -665,7 +665,7 @@ class Scene:
         await server.moving.set_metadata("acme", NAME, {"at": str(self.random.random())})
 
     async def settle(self):
-        """All is well again: both have the same, and all that clients were told is so."""
+        """End all faults: both have the same, and all confirmed changes."""
         self.servers.blobs.settle()
         self.servers.blobs.odds = Odds()
         for _ in range(2):
@@ -681,8 +681,8 @@ class Scene:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_whatever_the_store_suffers_nothing_is_lost_or_comes_back(seed, servers):
-    """Forty requests, then peace."""
+async def test_no_fault_of_the_store_loses_or_restores_items(seed, servers):
+    """Forty requests with faults, then time to settle."""
     random = Random(seed)  # noqa: S311
     scene = Scene(servers, random)
     await servers.a.create()

@@ -1,4 +1,4 @@
-"""Stored responses go on at every server that shares their session."""
+"""Stored responses can be continued at every server that shares their session."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ ITEMS = '[{"type": "message"}]'
 BOB = Caller(Identity("bob", "token", ("other",), frozenset({"client"})), "other")
 
 
-def named(number):
+def make_response_id(number):
     return f"resp_{number}"
 
 
@@ -34,8 +34,8 @@ class Talk:
     """A conversation of responses, each of which follows the one before it.
 
     Attributes:
-        session_id: that its next response goes to.
-        num: of its next response.
+        session_id: the session of its next response.
+        num: the number of its next response.
     """
 
     def __init__(self, session_id="s-1", *, is_named=False):
@@ -44,7 +44,7 @@ class Talk:
         self._is_named = is_named
 
     async def ask(self, server, **fields):
-        """The next response, as one server answers it; returns its id."""
+        """Create the next response at one server; return its id."""
         response_id = f"{self.session_id}-{self.num}".replace("s-", "resp_")
         asked = turn(
             messages=(MORE if self.num else QUESTION,),
@@ -81,7 +81,7 @@ def silence(server, *, is_silent=True):
 
 
 async def test_a_response_is_the_same_everywhere(here, there):
-    """With its input; its history's digest is of use where it was made only."""
+    """With its input; the digest of its history is usable where it was created only."""
     first = await Talk().ask(here)
     made = await find(here, first)
     assert here.num_calls("asked") == 1, "whether it was deleted"
@@ -97,7 +97,7 @@ async def test_a_response_is_the_same_everywhere(here, there):
 
 
 async def test_a_conversation_goes_back_and_forth(here, there):
-    """Whoever has no response of it yet, or not the last one."""
+    """A server may have none of its responses yet, or lack the last one."""
     talk = Talk()
     for server, other in ((here, there), (there, here), (here, there)):
         last = await talk.ask(server)
@@ -108,7 +108,7 @@ async def test_a_conversation_goes_back_and_forth(here, there):
     assert not [made.response for made in transcript.forked("fork", 3).turns if made.response]
 
 
-async def test_calls_have_the_ids_that_their_client_knows(here, there):
+async def test_calls_have_the_same_ids_at_every_server(here, there):
     """Whichever server is asked."""
     first = await Talk().ask(here)
     stored = await find(here, first)
@@ -119,14 +119,14 @@ async def test_calls_have_the_ids_that_their_client_knows(here, there):
     assert stored.info.call_id_by(made)(0) == "call_here_0"
 
 
-async def test_other_tenants_have_nothing_of_it(here, there):
+async def test_other_tenants_cannot_see_responses(here, there):
     first = await Talk().ask(here)
     assert await find(there, first, BOB) is None
     assert await find(there, "resp_unknown") is None
 
 
-async def test_what_is_not_to_be_stored_is_in_no_store(here, there):
-    """Nor what stays at its server: what has no place among sessions that others could find."""
+async def test_unstored_responses_are_in_no_store(here, there):
+    """Nor are those that stay local: without a place in a shared session."""
     first = await Talk().ask(here, info=None)
     assert await find(there, first) is None
     assert here.num_calls("told") == 1, "the history"
@@ -134,8 +134,8 @@ async def test_what_is_not_to_be_stored_is_in_no_store(here, there):
     assert await find(there, temporary_sessions) is None
 
 
-async def test_a_deleted_response_is_gone_everywhere(here, there):
-    """Also where it was made, or is already; it may be the last of its session or not."""
+async def test_a_deleted_response_is_deleted_everywhere(here, there):
+    """Also where it was created, or repeatedly; whether it is its session's last one or not."""
     talk = Talk()
     first, second = await talk.ask(here), await talk.ask(here)
     assert await find(there, first)
@@ -147,8 +147,8 @@ async def test_a_deleted_response_is_gone_everywhere(here, there):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-async def test_a_session_goes_with_its_last_response(here, there, order):
-    """Wherever its responses were made, and in whatever order they are deleted."""
+async def test_a_session_is_deleted_with_its_last_response(here, there, order):
+    """Wherever its responses were created, and in whatever order they are deleted."""
     talk = Talk()
     made = [await talk.ask(server) for server in (here, there, here)]
     for turns_left, (server, number) in enumerate(zip((there, here, there), order, strict=True)):
@@ -160,8 +160,8 @@ async def test_a_session_goes_with_its_last_response(here, there, order):
         assert await server.service.store.find(talk.key) is None
 
 
-async def test_a_response_that_the_store_lacks_counts_where_it_is(here, there):
-    """It was never told, or is swept: its session stays for it."""
+async def test_a_response_missing_in_the_store_counts_locally(here, there):
+    """It was never sent, or was swept: its session stays for it."""
     talk = Talk()
     first, second = await talk.ask(here), await talk.ask(here)
     await find(there, first)
@@ -172,8 +172,8 @@ async def test_a_response_that_the_store_lacks_counts_where_it_is(here, there):
     assert await find(here, second)
 
 
-async def test_a_session_that_is_named_stays(here, there):
-    """Its responses move as it does."""
+async def test_a_named_session_stays(here, there):
+    """Its responses move with it."""
     talk = Talk("mine", is_named=True)
     first = await talk.ask(here)
     assert (await find(there, first)).at.is_named
@@ -182,8 +182,8 @@ async def test_a_session_that_is_named_stays(here, there):
     assert await there.store.take_oldest(0) == []
 
 
-async def test_responses_go_with_their_session(here, there):
-    """Whoever deletes it; an entry that stays leads nowhere."""
+async def test_responses_are_deleted_with_their_session(here, there):
+    """Whoever deletes it; a remaining entry leads nowhere."""
     talk = Talk()
     first, second = await talk.ask(here), await talk.ask(here)
     await find(there, first)
@@ -196,8 +196,8 @@ async def test_responses_go_with_their_session(here, there):
     assert await find(there, "resp_left") is None
 
 
-async def test_what_the_store_says_is_not_believed_alone(here, there):
-    """The session's own turns say which there are."""
+async def test_entries_of_the_store_are_verified(here, there):
+    """The session's own turns list its responses."""
     first = await Talk().ask(here)
     entry = await here.sessions.responses.find("acme", first)
     for number, wrong in enumerate(
@@ -208,13 +208,13 @@ async def test_what_the_store_says_is_not_believed_alone(here, there):
             replace(entry, info={"model": "m"}),
         )
     ):
-        await here.sessions.responses.keep("acme", named(number), wrong)
-        assert await find(there, named(number)) is None
-        assert await there.store.find_response("acme", named(number)) is None
+        await here.sessions.responses.keep("acme", make_response_id(number), wrong)
+        assert await find(there, make_response_id(number)) is None
+        assert await there.store.find_response("acme", make_response_id(number)) is None
 
 
-async def test_of_what_a_silent_store_may_have_nobody_knows(here, there):
-    """One that is here is found, and stays if it is to be deleted."""
+async def test_a_silent_store_leaves_responses_unknown(here, there):
+    """A local one is found, and stays when it has to be deleted."""
     talk = Talk()
     first = await talk.ask(here)
     second = await talk.ask(here)
@@ -235,8 +235,8 @@ async def test_of_what_a_silent_store_may_have_nobody_knows(here, there):
     assert await find(there, second)
 
 
-async def test_one_of_a_session_that_went_here_is_brought_again(here, there):
-    """Another server goes on with it: it has the response's turn."""
+async def test_a_response_of_a_deleted_local_session_is_fetched_again(here, there):
+    """Another server continues it: it has the response's turn."""
     talk = Talk()
     first = await talk.ask(here)
     await find(there, first)
@@ -251,8 +251,8 @@ async def test_one_of_a_session_that_went_here_is_brought_again(here, there):
     assert len((await here.service.store.get(talk.key)).turns) == 2
 
 
-async def test_what_was_not_told_is_told_later(here, there):
-    """A response that came while the store was silent: its session gets there, too."""
+async def test_responses_during_the_stores_silence_are_sent_later(here, there):
+    """Their session is sent as well."""
     silence(here)
     first = await Talk().ask(here)
     silence(here, is_silent=False)
@@ -261,7 +261,7 @@ async def test_what_was_not_told_is_told_later(here, there):
     assert await find(there, first)
 
 
-async def test_a_response_without_an_answer_is_asked_for_nowhere(here):
+async def test_a_response_without_an_answer_is_not_looked_up(here):
     """It is known where it runs."""
     await here.store.keep_unanswered("acme", "resp_1", UnansweredResponse(INFO))
     silence(here)

@@ -1,4 +1,4 @@
-"""Where turns go in sessions that clients have named, and what is submitted there."""
+"""The place of turns in sessions that clients have named, and what is submitted."""
 
 import json
 from dataclasses import dataclass, replace
@@ -43,8 +43,8 @@ def turn(**fields):
     return HttpTurn(**{**given, **fields})
 
 
-def test_what_is_new_at_the_end_of_a_route_is_submitted():
-    """After as many turns as the route has; what the client does not say is the settings'."""
+def test_new_messages_are_submitted_at_the_end_of_a_route():
+    """After as many turns as the route has; omitted values come from the settings."""
     made = turn().as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
     assert made.key == KEY_OF
     assert made.input == ChatInput((Message("user", "More"),))
@@ -56,7 +56,7 @@ def test_what_is_new_at_the_end_of_a_route_is_submitted():
     assert (made.request_id, made.digest) == ("r", "")
 
 
-def test_what_the_client_says_goes_before_the_settings():
+def test_the_clients_values_override_the_settings():
     """And a turn that is not to be kept is its session's last."""
     asked = turn(sampling={"max_tokens": 5, "seed": 7}, is_kept=False, overflow="reject")
     made = asked.as_submission(Route("s", 0, 0, None), KEY_OF, DEFAULTS)
@@ -66,8 +66,8 @@ def test_what_the_client_says_goes_before_the_settings():
     assert len(made.input.messages) == 3
 
 
-def test_a_turn_that_brings_nothing_is_refused():
-    """Or one whose sampling cannot be: as by gRPC."""
+def test_a_turn_without_input_is_refused():
+    """As is one with impossible sampling: as over gRPC."""
     route = Route("s", 0, 0, None)
     with pytest.raises(EmptyTurnError):
         turn(messages=(Message("user", ""),)).as_submission(route, KEY_OF, DEFAULTS)
@@ -75,7 +75,7 @@ def test_a_turn_that_brings_nothing_is_refused():
         turn(sampling={"top_p": 0.0}).as_submission(route, KEY_OF, DEFAULTS)
 
 
-def test_an_answer_that_is_begun_is_submitted_with_its_beginning():
+def test_a_continued_answer_is_submitted_with_its_beginning():
     """And with the arguments of the template."""
     asked = turn(arguments={"style": 1}, reading=Reading(beginning="Well, "))
     made = asked.as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
@@ -99,7 +99,7 @@ async def framing(arguments):
 
 
 class Server:
-    """One server's own memory of answers, beside sessions that it shares."""
+    """One server's own memory of answers, with shared sessions."""
 
     def __init__(self, service: Service, directory):
         directory.mkdir()
@@ -112,12 +112,12 @@ class Server:
         self.chain = self.completion.chain(ANN)
 
     async def find(self, messages, session_id=NAME, **fields):
-        """Find where a turn goes; returns that, and the turn."""
+        """Find the place of a turn; return both."""
         asked = turn(messages=tuple(messages), session_id=session_id, **fields)
         return await self.router.find(ANN, self.chain, asked), asked
 
     async def answer(self, messages, text, session_id=NAME, **fields):
-        """Find where a turn goes, and answer it there; returns where."""
+        """Find the place of a turn, and answer it there; return the place."""
         route, asked = await self.find(messages, session_id, **fields)
         await self.record(asked, route, text)
         return route
@@ -127,20 +127,20 @@ class Server:
         before = await self.router.digest_before_answer(ANN, asked, route)
         is_local = self.router.is_local(asked, route, before)
         submission = asked.as_submission(route, key, DEFAULTS, before, is_local=is_local)
-        record = answered(route.turns, text, submission.digests_in(route.session_id, text))
+        record = make_record(route.turns, text, submission.digests_in(route.session_id, text))
         record = replace(record, request_id=asked.request_id, response=submission.response_id)
         await self._transcripts.append(key, record, is_final=False, is_local=is_local)
         finished = Finished("stop", text, Usage(), route.turns + 1)
         await self.completion.record(ANN, asked, route, finished, is_temporary=False)
 
     async def knows(self, digest):
-        """Whether it has stored where a history of the session ends."""
+        """Return whether it has stored where a history of the session ends."""
         own = self.chain.within(digest, NAME)
         return own in await self.store.find_histories([own])
 
 
-def answered(num, text, told=NOTHING_SAID):
-    """The record of a session's turn."""
+def make_record(num, text, told=NOTHING_SAID):
+    """Return the record of a session's turn."""
     return TurnRecord(
         turn=num,
         request_id="r",
@@ -161,7 +161,7 @@ def answered(num, text, told=NOTHING_SAID):
 
 @dataclass
 class Two:
-    """Two servers with the same transcripts, each with a memory and a secret of its own."""
+    """Two servers with the same transcripts, each with its own memory and secret."""
 
     service: Service
     here: Server
@@ -181,20 +181,20 @@ async def two(model, tmp_path):
 
 
 def talk(num_answers, answers=ANSWERS):
-    """A whole conversation, with so many answers and a question."""
+    """Make a whole conversation, with so many answers and a question."""
     said = [one for text in answers[:num_answers] for one in (Message("assistant", text), MORE)]
     return [QUESTION, *said]
 
 
-async def test_a_conversation_goes_on_where_its_transcript_is(two):
-    """Whichever server has answered before; the one that answers knows it itself from then on."""
+async def test_a_conversation_continues_where_its_transcript_is(two):
+    """Whichever server has answered before; the answering one knows it itself from then on."""
     await two.here.answer(talk(0), ANSWERS[0])
     route = await two.there.answer(talk(1), ANSWERS[1])
     digests = two.there.chain.along(two.there.chain.start, talk(2))
     assert route == Route(NAME, 1, 2, digests[2], is_named=True)
     assert await two.there.knows(digests[4])
     assert not await two.there.knows(digests[2])
-    assert (await two.here.answer(talk(2), ANSWERS[2])).turns == 2  # where it came from
+    assert (await two.here.answer(talk(2), ANSWERS[2])).turns == 2  # at the original server
     route, _ = await two.there.find(talk(3))
     assert (route.turns, route.first) == (3, 6)
 
@@ -224,7 +224,7 @@ async def test_another_conversation_is_refused_where_the_transcript_is(two, mess
 
 
 async def test_an_answer_behind_the_sessions_end_is_new(two):
-    """Whoever gave it: as by the server that has answered."""
+    """Whoever wrote it: as at the server that has answered."""
     await two.here.answer(talk(0), ANSWERS[0])
     found = [(await server.find(talk(2)))[0] for server in (two.here, two.there)]
     assert [(route.turns, route.first) for route in found] == [(1, 2), (1, 2)]
@@ -234,8 +234,8 @@ async def test_an_answer_behind_the_sessions_end_is_new(two):
     "fields",
     [{"reading": Reading(use=ToolUse((Tool("look"),)))}, {"arguments": {"style": 1}}],
 )
-async def test_tools_and_framing_are_part_of_what_was_said(two, fields):
-    """Who sends the same goes on; who leaves them out is refused, by either server."""
+async def test_tools_and_framing_are_part_of_the_history(two, fields):
+    """Equal ones continue; without them the turn is refused, at both servers."""
     await two.here.answer(talk(0), ANSWERS[0], **fields)
     for server in (two.here, two.there):
         assert (await server.find(talk(1), **fields))[0].first == 2
@@ -262,10 +262,10 @@ NOT_AT_ALL = replace(FORCED, use=ToolUse(FORCED.use.tools, ChoiceKind.NONE), hea
     ],
 )
 async def test_an_answer_counts_as_its_client_has_it(two, reading, text, then):
-    """Without what was thought, its calls by their values, whatever is wanted of the next one."""
+    """Without thoughts, with calls by value, whatever tools the next turn offers."""
     await two.here.answer(talk(0), text, reading=reading)
     sent = reading.message(text)
-    calls = tuple(encoded_anew(call) for call in sent.tool_calls)
+    calls = tuple(encode_anew(call) for call in sent.tool_calls)
     sent = replace(sent, content=f" {sent.content}\n", tool_calls=calls)
     results = [Message("tool", "4", tool_call_id=call.call_id) for call in calls]
     messages = [QUESTION, sent, *results, MORE]
@@ -274,14 +274,14 @@ async def test_an_answer_counts_as_its_client_has_it(two, reading, text, then):
         assert (route.turns, route.first) == (1, 2)
 
 
-def encoded_anew(call):
-    """A call as a client sends it back: with spaces of its own, in its own order."""
+def encode_anew(call):
+    """Encode a call as a client sends it back: with other spaces, in another order."""
     values = dict(reversed(call.values.items()))
     return ToolCall(call.name, json.dumps(values, indent=1), f"own-{call.name}")
 
 
-async def test_only_what_is_new_says_nothing_of_the_rest(two):
-    """It goes to the session's end; then nobody knows what the session has said."""
+async def test_only_new_messages_say_nothing_about_the_rest(two):
+    """They go to the session's end; the session's history is unknown afterwards."""
     await two.here.answer(talk(0), ANSWERS[0])
     route = await two.there.answer([MORE], ANSWERS[1])
     assert route == Route(NAME, 1, 0, None, is_named=True)
@@ -291,16 +291,16 @@ async def test_only_what_is_new_says_nothing_of_the_rest(two):
             await server.find(talk(2))
 
 
-async def test_a_turn_that_says_nothing_of_it_is_not_gone_on_with(two):
-    """By gRPC, or by a release before."""
+async def test_a_turn_without_a_digest_is_not_continued(two):
+    """It came over gRPC, or from an older release."""
     key = SessionKey("acme", "model", NAME)
-    await two.service.store.append(key, answered(0, ANSWERS[0]), is_final=False)
+    await two.service.store.append(key, make_record(0, ANSWERS[0]), is_final=False)
     with pytest.raises(UnknownHistoryError):
         await two.there.find(talk(1))
 
 
-async def test_what_was_said_is_a_sessions_own(two):
-    """Equal conversations have other digests, and a fork by gRPC is no session of the client's."""
+async def test_digests_belong_to_a_session(two):
+    """Equal conversations have different ones, and a fork by gRPC is no session of the client's."""
     for name in (NAME, "t"):
         await two.here.answer(talk(0), ANSWERS[0], name)
     transcripts = [await two.transcript(name) for name in (NAME, "t")]
@@ -312,7 +312,7 @@ async def test_what_was_said_is_a_sessions_own(two):
 
 
 async def test_a_known_history_under_a_new_name_is_known_elsewhere(two):
-    """The fork's first turn says all that came before it, too."""
+    """The fork's first turn has all earlier digests, too."""
     route, asked = await two.here.find(talk(0), "")
     await two.here.record(asked, replace(route, session_id="unnamed"), ANSWERS[0])
     route, asked = await two.here.find(talk(1), "new")
@@ -322,8 +322,8 @@ async def test_a_known_history_under_a_new_name_is_known_elsewhere(two):
     assert (await two.there.find(talk(2), "new"))[0].turns == 2
 
 
-async def test_what_is_not_all_of_a_named_session_is_not_told(two):
-    """Of sessions that nobody named, raw turns, and those that follow something that is stored."""
+async def test_incomplete_histories_are_not_recorded(two):
+    """Those of unnamed sessions, raw turns, and turns that follow a stored object."""
     route = Route(NAME, 0, 0, b"", is_named=True)
     going = ConversationTurn(Conversation("conv_1", 1.0, {}), None, "", (), lambda _: (), bool)
     before = two.here.router.digest_before_answer

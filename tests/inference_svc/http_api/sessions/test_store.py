@@ -1,4 +1,4 @@
-"""What is remembered between requests, in a real file."""
+"""Stored facts between requests, in a real file."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ async def test_histories_survive_a_restart(tmp_path):
     again.close()
 
 
-async def test_the_last_session_of_a_history_counts(store):
+async def test_the_last_session_of_a_history_is_found(store):
     """Until its history is forgotten."""
     await store.keep_histories("acme", [(b"a", AT)])
     await store.keep_histories("acme", [(b"a", Point("s-2", 2, "r-9", is_named=False))])
@@ -54,8 +54,8 @@ async def test_the_last_session_of_a_history_counts(store):
     assert await store.find_histories([b"a"]) == {}
 
 
-async def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    """The file is bounded; what is found counts as used."""
+async def test_the_least_recently_used_is_removed_first(tmp_path):
+    """The file is bounded; a look-up is a use."""
     store = ApiStore(tmp_path, 100)
     await store.keep_histories("acme", [(b"old", AT), (b"older", AT)])
     for number in range(2 * PRUNE_EVERY):
@@ -67,8 +67,8 @@ async def test_what_was_not_used_for_longest_goes_first(tmp_path):
     store.close()
 
 
-async def test_a_response_is_its_tenants(store):
-    """For others it is not there, and cannot be forgotten."""
+async def test_a_response_belongs_to_its_tenant(store):
+    """Others cannot find or delete it."""
     await store.keep_response("acme", "resp_1", RESPONSE)
     assert await store.find_response("acme", "resp_1") == RESPONSE
     assert await store.find_response("other", "resp_1") is None
@@ -79,7 +79,7 @@ async def test_a_response_is_its_tenants(store):
     assert await store.find_response("acme", "resp_1") is None
 
 
-async def test_what_only_a_newer_release_says_of_a_response_is_left_out(tmp_path):
+async def test_unknown_facts_of_a_newer_release_are_ignored(tmp_path):
     """After going back to this one."""
     store = ApiStore(tmp_path, 100)
     await store.keep_response("acme", "resp_1", RESPONSE)
@@ -91,7 +91,7 @@ async def test_what_only_a_newer_release_says_of_a_response_is_left_out(tmp_path
     again.close()
 
 
-async def test_requests_and_passing_sessions(store):
+async def test_requests_and_temporary_sessions(store):
     """Each is known until it is not needed."""
     request = StoredRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
     await store.keep_request("acme", b"key", request)
@@ -103,7 +103,7 @@ async def test_requests_and_passing_sessions(store):
     assert await store.temporary_sessions() == []
 
 
-async def test_the_oldest_sessions_are_taken_once(store):
+async def test_the_oldest_sessions_are_removed_once(store):
     """Beyond a bound, or a tenant's oldest; a session that is used again is young."""
     for session_id in ("1", "2", "3", "1"):
         await store.use_session("a", session_id)
@@ -115,8 +115,8 @@ async def test_the_oldest_sessions_are_taken_once(store):
     assert [await store.take_oldest_of("a") for _ in range(3)] == ["1", "2", ""]
 
 
-async def test_a_tenant_pushes_out_its_own_only(tmp_path):
-    """Who adds the most rows loses its oldest, though another's are older."""
+async def test_a_tenant_removes_its_own_rows_only(tmp_path):
+    """The one that adds most rows loses its oldest, though another's are older."""
     store = ApiStore(tmp_path, 100)
     await store.use_session("quiet", "1")
     await store.keep_response("quiet", "resp_1", RESPONSE)
@@ -133,7 +133,7 @@ async def test_a_tenant_pushes_out_its_own_only(tmp_path):
 
 
 async def test_a_damaged_file_is_set_aside(tmp_path):
-    """The service starts, knowing nothing; the file is not thrown away."""
+    """The service starts without any facts; the file is kept."""
     store = ApiStore(tmp_path, 1000)
     await store.keep_histories("acme", [(b"a", AT)])
     store.close()
@@ -146,8 +146,8 @@ async def test_a_damaged_file_is_set_aside(tmp_path):
     assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
 
 
-async def test_a_file_that_somebody_holds_is_not_set_aside(tmp_path, monkeypatch):
-    """Locked, it may be fine: the start is refused, and everything is there at the next."""
+async def test_a_locked_file_is_not_set_aside(tmp_path, monkeypatch):
+    """It may be fine: the start is refused, and everything is found at the next one."""
     store = ApiStore(tmp_path, 1000)
     await store.keep_histories("acme", [(b"a", AT)])
     store.close()
@@ -163,7 +163,7 @@ async def test_a_file_that_somebody_holds_is_not_set_aside(tmp_path, monkeypatch
 
 
 async def test_a_file_of_another_release_is_set_aside(tmp_path):
-    """Its tables may mean something else."""
+    """Its tables may have another meaning."""
     ApiStore(tmp_path, 1000).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         db.execute("PRAGMA user_version = 99")
@@ -172,8 +172,8 @@ async def test_a_file_of_another_release_is_set_aside(tmp_path):
     assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
 
 
-async def test_a_file_from_before_there_were_inputs_is_gone_on_with(tmp_path):
-    """What it knows stays; and what such a release deletes has no input any more."""
+async def test_a_file_from_before_inputs_were_stored_is_used(tmp_path):
+    """Its contents stay; responses that such a release deletes have no input any more."""
     store = ApiStore(tmp_path, 1000, MIB)
     await store.keep_response("acme", "resp_1", RESPONSE)
     store.close()
@@ -190,8 +190,8 @@ async def test_a_file_from_before_there_were_inputs_is_gone_on_with(tmp_path):
         assert db.execute("SELECT count(*) FROM inputs").fetchone() == (0,)
 
 
-async def test_an_input_is_its_tenants_and_goes_with_its_response(tmp_path):
-    """Whoever deletes that: a client, a bound, the end of its session."""
+async def test_an_input_belongs_to_its_tenant_and_is_deleted_with_its_response(tmp_path):
+    """By a client, a bound, or the end of its session."""
     store = ApiStore(tmp_path, 100, MIB)
     for number in range(3):
         await store.keep_response("acme", f"resp_{number}", RESPONSE, "[]")
@@ -215,8 +215,8 @@ async def test_an_input_is_its_tenants_and_goes_with_its_response(tmp_path):
     store.close()
 
 
-async def test_the_file_is_the_services_alone(tmp_path):
-    """Nobody else reads digests or instructions, nor the key."""
+async def test_only_the_service_can_read_the_file(tmp_path):
+    """It has digests, instructions, and the key."""
     store = ApiStore(tmp_path, 1000)
     await store.keep_response("acme", "resp_1", RESPONSE)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -224,14 +224,14 @@ async def test_the_file_is_the_services_alone(tmp_path):
     store.close()
 
 
-def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path):
+def test_an_unusable_directory_refuses_the_start(tmp_path):
     """With a remedy."""
     with pytest.raises(TranscriptError, match="--state-dir"):
         ApiStore(tmp_path / "missing", 1000)
 
 
-async def test_what_cannot_be_read_is_not_known(store):
-    """A history is a miss; of a response nobody can say whether it is there."""
+async def test_unreadable_rows_are_unknown(store):
+    """A history is a miss; whether a response exists cannot be told."""
     await store.keep_histories("acme", [(b"a", AT)])
     await asyncio.to_thread(store._db.execute, "DROP TABLE histories")
     await asyncio.to_thread(store._db.execute, "DROP TABLE responses")

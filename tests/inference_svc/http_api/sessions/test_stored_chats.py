@@ -1,4 +1,4 @@
-"""Chats that are stored: found, listed, bounded in bytes, and gone with their sessions."""
+"""Stored chats: found, listed, bounded in bytes, and deleted with their sessions."""
 
 import pytest
 
@@ -27,7 +27,7 @@ async def ids(store, tenant="acme", **wanted):
 
 
 async def test_a_chat_is_found_by_its_tenant(store):
-    """With its notes, and what was asked."""
+    """With its notes, and its input."""
     await store.chats.keep("acme", chat("c1", kind="first"))
     found = await store.chats.find("acme", "c1")
     assert (found["id"], found["metadata"]) == ("c1", {"kind": "first"})
@@ -41,7 +41,7 @@ async def test_a_chat_is_found_by_its_tenant(store):
 
 
 async def test_lists_have_pages(store):
-    """In the order in which they were stored, or the other way; of a model, or with notes."""
+    """In order of storage, or reversed; by model, or by notes."""
     for number in range(5):
         notes = {"parity": str(number % 2), "it's": '"'}
         await store.chats.keep("acme", chat(f"c{number}", model=f"m{number // 3}", **notes))
@@ -55,7 +55,7 @@ async def test_lists_have_pages(store):
 
 
 async def test_notes_are_replaced_and_a_repeat_changes_nothing(store):
-    """A repeat has the same id; what its client has noted since stays."""
+    """A repeat has the same id; later notes of its client stay."""
     await store.chats.keep("acme", chat("c1", a="1"))
     await store.chats.set_metadata("other", "c1", {"b": "2"})
     assert (await store.chats.find("acme", "c1"))["metadata"] == {"a": "1"}
@@ -64,8 +64,8 @@ async def test_notes_are_replaced_and_a_repeat_changes_nothing(store):
     assert (await store.chats.find("acme", "c1"))["metadata"] == {"b": "2"}
 
 
-async def test_the_oldest_go_at_the_bound(store):
-    """Of the tenant that has the most; one that is more than the bound is not stored."""
+async def test_the_oldest_chats_are_removed_at_the_limit(store):
+    """Those of the largest tenant; a chat larger than the limit is not stored."""
     await store.chats.keep("quiet", chat("q"))
     for number in range(30):
         await store.chats.keep("acme", chat(f"c{number}", "x" * 500))
@@ -78,8 +78,8 @@ async def test_the_oldest_go_at_the_bound(store):
     assert (await ids(store, limit=100))[0] == kept
 
 
-async def test_a_chat_goes_with_a_session_that_answered_it(store):
-    """Any of them, and no other tenant's of that name."""
+async def test_a_chat_is_deleted_with_a_session_that_answered_it(store):
+    """Any of them, but not another tenant's of that name."""
     await store.chats.keep("acme", chat("c1", sessions=("s-1", "s-2")))
     await store.chats.keep("acme", chat("c2", sessions=("s-3",)))
     await store.forget_texts("other", "s-2")
@@ -88,8 +88,8 @@ async def test_a_chat_goes_with_a_session_that_answered_it(store):
     assert (await ids(store))[0] == ["c2"]
 
 
-async def test_a_page_is_bounded_in_characters(tmp_path):
-    """A list of long chats has fewer at once."""
+async def test_the_characters_of_a_page_are_limited(tmp_path):
+    """A page of long chats has fewer."""
     store = ApiStore(tmp_path, 1000, chat_bytes=2**24)
     try:
         for number in range(4):

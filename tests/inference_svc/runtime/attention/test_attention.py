@@ -1,4 +1,4 @@
-"""Attention over sequences' KV: each part sees its own rows, whatever is beside it."""
+"""Attention over sequences' KV: each part sees its own rows, whatever the other parts are."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ def query_for(parts):
 @pytest.mark.parametrize("value_dim", [DIM, DIM + 4])
 @pytest.mark.parametrize("sizes", [[(20, 1), (0, 1), (7, 1)], [(20, 1), (0, 6), (9, 4)]])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_part_is_attended_alone(name, sizes, value_dim):
-    """In a batch, of decodes or mixed, a part's result has the bits it has alone."""
+def test_a_part_has_the_same_bits_alone_and_in_a_batch(name, sizes, value_dim):
+    """Of decodes or mixed."""
     parts = filled_parts(sizes, value_dim)
     query = query_for(parts)
     step = TorchAttention().prepare(parts)
@@ -60,8 +60,8 @@ def test_a_part_is_attended_alone(name, sizes, value_dim):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_part_sees_its_rows_and_no_others(name):
-    """A part sees the rows of its KV up to its length: as if these were all there are."""
+def test_a_part_sees_exactly_its_rows(name):
+    """Up to its length."""
     parts = filled_parts([(6, 3), (11, 1)])
     query = query_for(parts)
     attended = TorchAttention().prepare(parts).attend(query, 1, OPTIONS[name])

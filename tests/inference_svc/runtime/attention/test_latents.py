@@ -1,4 +1,4 @@
-"""Attention over latents gives what attention over the keys and values made of them gives."""
+"""Attention over latents equals attention over the keys and values expanded from them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Case:
-    """An expansion, latents, and the keys and values that are made of them."""
+    """An expansion, latents, and the keys and values that result."""
 
     def __init__(self, num_tokens, *, is_rotated_first=False):
         generator = torch.Generator().manual_seed(num_tokens)
@@ -33,13 +33,13 @@ class Case:
         self.values = torch.einsum("hlv,tl->htv", self.expansion.values, latent)[None]
 
     def expected(self, options):
-        """Attend to keys and values of each head; of unequal width, so by masks or scores."""
+        """Attend to each head's keys and values; of unequal width, so by masks or scores."""
         width = FREE + ROTATED
         values = torch.nn.functional.pad(self.values, (0, width - VALUE))
         return attend(self.query, self.keys, values, options, {})[..., :VALUE]
 
     def over_latents(self, options):
-        """Attend to latents, and make values of what was attended to."""
+        """Attend to latents, and expand the result to values."""
         absorbed = self.expansion.absorb(self.query)
         return self.expansion.values_of(attend_absorbed(absorbed, self.latents, options, {}))
 
@@ -56,16 +56,16 @@ class Case:
     ],
     ids=["plain", "window", "softcap", "sinks"],
 )
-def test_values_are_made_last(num_tokens, options, is_rotated_first):
-    """Whatever the call asks for, and wherever a key has its rotated part."""
+def test_values_are_expanded_last(num_tokens, options, is_rotated_first):
+    """For any call, and wherever a key has its rotated part."""
     case = Case(num_tokens, is_rotated_first=is_rotated_first)
     torch.testing.assert_close(case.over_latents(options), case.expected(options), **CLOSE)
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("most_elements", [2**24, 1])
-def test_chosen_tokens_are_all_that_is_attended_to(monkeypatch, most_elements, sinks):
-    """In whatever tiles; others' tokens, and those to come, are not seen though they are named."""
+def test_only_chosen_tokens_are_attended_to(monkeypatch, most_elements, sinks):
+    """In any tiles; other sequences' and later tokens are hidden even if they are named."""
     monkeypatch.setattr(latents, "MAX_CHOSEN", most_elements)
     num_tokens, num_chosen = 17, 5
     case = Case(num_tokens)

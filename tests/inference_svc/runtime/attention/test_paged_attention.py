@@ -1,4 +1,4 @@
-"""Attention over pages: tables of a step, and the answers of the portable back-end."""
+"""Attention over pages: tables of a step, and the results of the portable back-end."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ OPTIONS = {
 }
 
 
-def filled(pool, kv, num_past, num_tokens):
+def fill_randomly(pool, kv, num_past, num_tokens):
     """Fill KV with random rows, and return it as a part."""
     for tokens in (kv.keys, kv.values):
         for layer_index in range(len(SHAPES)):
@@ -37,19 +37,19 @@ def filled(pool, kv, num_past, num_tokens):
 
 
 def paged_parts():
-    """Parts on pages that lie here and there."""
+    """Make parts on scattered pages."""
     torch.manual_seed(5)
     pool = PagePool(SHAPES, PagedSlots(30, PAGE_TOKENS), 1, device=CPU, dtype=torch.float32)
     return [
-        filled(pool, pool.new_kv(17, [8, 2, 3, 20, 19]), 16, 1),
-        filled(pool, pool.new_kv(6, [0, 11]), 0, 6),
-        filled(pool, pool.new_kv(12, [5, 4, 7]), 8, 4),
-        filled(pool, pool.new_kv(3, [29]), 2, 1),
+        fill_randomly(pool, pool.new_kv(17, [8, 2, 3, 20, 19]), 16, 1),
+        fill_randomly(pool, pool.new_kv(6, [0, 11]), 0, 6),
+        fill_randomly(pool, pool.new_kv(12, [5, 4, 7]), 8, 4),
+        fill_randomly(pool, pool.new_kv(3, [29]), 2, 1),
     ]
 
 
 def step_of(*parts, page_tokens=16):
-    """The pages, new tokens and length of parts."""
+    """Return the pages, new tokens and length of parts."""
     return placed_step(
         [(torch.tensor(pages, dtype=torch.int32), *sizes) for pages, *sizes in parts],
         page_tokens,
@@ -57,8 +57,8 @@ def step_of(*parts, page_tokens=16):
     )
 
 
-def test_a_step_names_pages_tokens_and_lengths():
-    """In one table; shorter rows are filled up."""
+def test_a_step_has_pages_tokens_and_lengths():
+    """In one table; shorter rows are padded."""
     step = step_of(([8, 2, 3], 1, 11), ([0], 4, 4), ([5, 6], 2, 7), page_tokens=4)
     assert step.starts.tolist() == [0, 1, 5, 7]
     assert step.lengths.tolist() == [11, 4, 7]
@@ -81,8 +81,8 @@ def test_tokens_are_divided_into_tiles_by_part():
     assert step_of(([0], 2, 3)).single_tokens() is None
 
 
-def test_a_step_of_single_tokens_is_what_its_tensors_say_by_then():
-    """Whoever fills them anew computes another step; it may reach farther than its parts."""
+def test_a_step_of_single_tokens_reads_its_tensors_when_it_runs():
+    """New contents make another step; it may reach farther than its parts."""
     first = step_of(([8, 2], 1, 6), ([5], 1, 3), page_tokens=4)
     tables, lengths = torch.zeros(2, 6, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     step = PageStep.of_single_tokens(tables, lengths, most_length=24, page_tokens=4)
@@ -97,7 +97,7 @@ def test_a_step_of_single_tokens_is_what_its_tensors_say_by_then():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_answers_are_the_portable_back_ends(name):
+def test_results_equal_the_portable_back_end(name):
     """Over the same pages, in every layer, with every kind of call."""
     parts = paged_parts()
     step, portable = PagedAttention(attend_pages).prepare(parts), TorchAttention().prepare(parts)
@@ -110,8 +110,8 @@ def test_answers_are_the_portable_back_ends(name):
         torch.testing.assert_close(attended, expected)
 
 
-def test_kv_on_no_pages_is_attended_portably():
-    """As in calibration, whose sequences have memory of their own."""
+def test_kv_without_pages_uses_the_portable_back_end():
+    """As in calibration, whose sequences have their own memory."""
     pool = KVPool(SHAPES, 50, device=CPU, dtype=torch.float32)
-    part = filled(pool, pool.new_kv(9), 8, 1)
+    part = fill_randomly(pool, pool.new_kv(9), 8, 1)
     assert isinstance(PagedAttention(attend_pages).prepare([part]), TorchStepAttention)

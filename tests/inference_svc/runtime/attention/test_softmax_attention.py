@@ -88,7 +88,7 @@ def test_attention_equals_the_formula(name, window, num_tokens, kv_heads, value_
     ),
 )
 def test_chunks_equal_the_formula(name, chunk, window, num_tokens):
-    """A query sees its own chunk up to itself, however tiles and chunks lie to each other."""
+    """However tiles and chunks overlap."""
     query, keys, values = tensors(num_tokens, 2)
     options = OPTIONS[name]._replace(chunk=chunk, window=window)
     attended = attend(query, keys, values, options, {})
@@ -117,15 +117,15 @@ def test_one_token_with_grouped_heads(name, kv_heads):
     assert torch.equal(one, attend(query, keys, values, OPTIONS[name], {}))
 
 
-def test_one_token_of_lone_heads_in_bfloat16():
-    """As it is among others: with the same bits."""
+def test_one_token_of_ungrouped_heads_in_bfloat16():
+    """It has the same bits as among other tokens."""
     query, keys, values = (rows.bfloat16() for rows in tensors(1, HEADS))
     options = OPTIONS["plain"]
     one = attend_one(query.view(1, HEADS, 1, DIM), keys, values, options)
     assert torch.equal(one, attend(query, keys, values, options, {}))
 
 
-def test_scores_held_at_once_are_bounded(monkeypatch):
+def test_the_number_of_scores_in_memory_is_bounded(monkeypatch):
     """Where all scores must be held, long chunks are computed in smaller tiles."""
     monkeypatch.setattr(softmax_attention, "MAX_SCORES", 7 * HEADS * LENGTH)
     query, keys, values = tensors(50, 2)

@@ -1,4 +1,4 @@
-"""How attention is chosen: what is named is proven or refused, "auto" falls back."""
+"""The choice of attention: a named one is proven or refused, "auto" falls back."""
 
 from dataclasses import replace
 
@@ -23,18 +23,18 @@ from tests.zoo.models import build_model
 @pytest.fixture(scope="module")
 def llama():
     """A tiny Llama and its calibration."""
-    loaded = built("llama")
+    loaded = load_tiny_model("llama")
     return loaded, calibrate(loaded)
 
 
-def built(name):
-    """A tiny model, as it is loaded."""
+def load_tiny_model(name):
+    """Load a tiny model."""
     model = build_model(architectures()[name])
     return describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
 
 
 def groups_of(calibration):
-    """Pages of 16 tokens of all layers."""
+    """Return pages of 16 tokens of all layers."""
     return LayerGroups.plain([layer.shape for layer in calibration.layers], 16)
 
 
@@ -82,7 +82,7 @@ def test_a_kernel_for_cpus_that_cannot_serve_is_not_taken(llama, monkeypatch):
 
 
 def test_a_cpu_has_no_kernels(llama, monkeypatch):
-    """But by Triton's interpreter, which nobody wants by accident."""
+    """Except with Triton's interpreter, which must not be used by accident."""
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="cpu is not a GPU"):
         choose_attention("triton", *llama, groups_of(llama[1]))
@@ -96,9 +96,9 @@ FAMILIES += ["hunyuan_v1_dense"]
 @pytest.mark.parametrize(
     "name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])]
 )
-def test_what_answers_as_torch_does_is_taken(name):
+def test_a_kernel_with_torchs_results_is_used(name):
     """Windows, softcaps, sinks, layers of several shapes, states."""
-    loaded = built(name)
+    loaded = load_tiny_model(name)
     calibration = calibrate(loaded)
     chosen = choose_attention("triton", loaded, calibration, groups_of(calibration))
     assert isinstance(chosen, PagedAttention)
@@ -108,8 +108,8 @@ def test_what_answers_as_torch_does_is_taken(name):
     ("kernel", "reason"),
     [(wrong, "differ from those of torch by"), (failing, "no such instruction: set")],
 )
-def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
-    """Named, it is an error in one line; else the portable one serves."""
+def test_an_unproven_kernel_is_not_used(llama, monkeypatch, kernel, reason):
+    """If it was named it is an error in one line; else the portable one is used."""
     monkeypatch.setattr(attention_choice, "_paged_attention", lambda: PagedAttention(kernel))
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_attention("triton", *llama, groups_of(llama[1]))
@@ -119,8 +119,8 @@ def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
 
 
 @pytest.mark.parametrize("page_tokens", [2, 4, 16])
-def test_it_is_proven_on_pages_as_they_will_be(tiny, monkeypatch, page_tokens):
-    """Of groups of layers, some of which have fewer tokens on a page; none has 16 of them."""
+def test_it_is_proven_on_the_later_pages(tiny, monkeypatch, page_tokens):
+    """Of groups of layers, some of which have fewer tokens per page; none has 16 of them."""
     model = tiny("gemma4-wide", has_windows=True)
 
     def wrong_on_some(query, keys, values, step, call):
@@ -136,8 +136,8 @@ def test_it_is_proven_on_pages_as_they_will_be(tiny, monkeypatch, page_tokens):
         choose_attention("triton", *given)
 
 
-def test_what_cannot_be_is_refused_with_the_reason(llama, monkeypatch):
-    """KV on no pages, another mode, no Triton."""
+def test_impossible_choices_are_refused_with_the_reason(llama, monkeypatch):
+    """KV without pages, another mode, no Triton."""
     loaded, calibration = llama
     with pytest.raises(ConfigError, match=r"working_kv is contiguous"):
         choose_attention("triton", loaded, calibration, None)
@@ -149,8 +149,8 @@ def test_what_cannot_be_is_refused_with_the_reason(llama, monkeypatch):
         choose_attention("triton", loaded, calibration, groups_of(calibration))
 
 
-def test_logits_that_are_no_numbers_prove_nothing(llama, monkeypatch):
-    """As a kernel returns that reads what nobody wrote."""
+def test_nan_logits_prove_nothing(llama, monkeypatch):
+    """A kernel that reads unwritten memory returns them."""
 
     def nothing(query, _keys, values, _step, _call):
         return torch.full((*query.shape[:2], values.shape[2]), float("nan"))

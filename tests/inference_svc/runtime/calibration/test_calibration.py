@@ -14,7 +14,7 @@ from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_m
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
 
-def calibrated(model, positions="auto"):
+def calibrate_model(model, positions="auto"):
     loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="f" * 32)
     return calibrate(loaded, positions)
 
@@ -41,8 +41,8 @@ def calibrated(model, positions="auto"):
         ("deepseek-v4", "own", "coupled"),
     ],
 )
-def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
-    """Mode and positions are found by running the model; what was not taken has its reason."""
+def test_the_first_proven_mode_is_used(tiny, name, mode, positions):
+    """Mode and positions are found by running the model; each skipped mode has its reason."""
     calibration = tiny(name).calibration
     assert (calibration.mode, calibration.positions) == (mode, positions)
     assert calibration.layout.position_mode == positions
@@ -50,8 +50,8 @@ def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
         assert bool(calibration.notes) == ((mode, positions) != ("ragged", "decoupled"))
 
 
-def test_nobody_looks_at_a_models_calls_once_it_is_calibrated():
-    """What the probe kept of them would grow with every step."""
+def test_a_calibrated_model_has_no_probes():
+    """Their records would grow with every step."""
     loaded = load_model(SHIPPED_MODEL)
     calibrate(loaded)
     watched = [name for name, module in loaded.model.named_modules() if module._forward_hooks]
@@ -59,8 +59,8 @@ def test_nobody_looks_at_a_models_calls_once_it_is_calibrated():
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
-def test_the_shipped_model_is_served_the_fast_way(dtype):
-    """A trained model's rounding in 16 bits is not taken for an error of ours."""
+def test_the_shipped_model_uses_the_fast_mode(dtype):
+    """Rounding in 16 bits is not taken for an error."""
     calibration = calibrate(load_model(SHIPPED_MODEL, dtype))
     assert (calibration.mode, calibration.positions) == ("ragged", "decoupled")
     assert calibration.notes == ()
@@ -74,16 +74,16 @@ def test_the_shipped_model_is_served_the_fast_way(dtype):
     ],
 )
 def test_models_that_cannot_be_served_are_refused(build, name, reason):
-    """A model of another kind is refused in one line that says why."""
+    """In one line with the reason."""
     with pytest.raises(UnsupportedModelError) as refused:
-        calibrated(build(name))
+        calibrate_model(build(name))
     assert refused.value.reason == reason
     assert refused.value.remedy
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_that_keeps_all_of_its_tokens_in_its_modules_is_refused(build):
-    """What they keep is no state: it has no fixed size."""
+def test_a_model_that_stores_all_tokens_in_its_modules_is_refused(build):
+    """They are no state: their size is not fixed."""
 
     class Hoarding(RecurrentGemmaRglru):
         def forward(self, *args, **options):
@@ -95,20 +95,20 @@ def test_a_model_that_keeps_all_of_its_tokens_in_its_modules_is_refused(build):
         if isinstance(module, RecurrentGemmaRglru):
             module.__class__ = Hoarding
     with pytest.raises(UnsupportedModelError, match="grow with the number of tokens") as refused:
-        calibrated(model)
+        calibrate_model(model)
     assert refused.value.reason == "model_recurrent"
 
 
-def test_a_choice_of_positions_that_cannot_be_is_refused(build):
-    """A model with absolute positions cannot be decoupled, and the error names what can be."""
+def test_impossible_positions_are_refused(build):
+    """A model with absolute positions cannot be decoupled; the error names the possible ones."""
     with pytest.raises(UnsupportedModelError, match=r"ragged decoupled.*absolute") as refused:
-        calibrated(build("gpt2"), "decoupled")
+        calibrate_model(build("gpt2"), "decoupled")
     assert refused.value.reason == "model_positions_coupled"
     assert "coupled" in refused.value.remedy
 
 
-def test_a_model_that_no_mode_runs_is_told_why_for_each(build):
-    """The final error says in one line what was wrong with every mode."""
+def test_a_model_without_a_mode_gets_the_reason_for_each(build):
+    """In one line."""
 
     class Surprising(type(build("llama"))):
         def forward(self, *args, past_key_values=None, **options):
@@ -119,7 +119,7 @@ def test_a_model_that_no_mode_runs_is_told_why_for_each(build):
     model = build("llama")
     model.__class__ = Surprising
     with pytest.raises(UnsupportedModelError, match=r"ragged.*single.*no cache today") as refused:
-        calibrated(model)
+        calibrate_model(model)
     assert refused.value.reason == "model_mode_missing"
     assert "\n" not in str(refused.value)
 
@@ -128,19 +128,19 @@ def test_a_model_that_no_mode_runs_is_told_why_for_each(build):
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
 def test_rows_are_stored_as_cached_on_request(build, name, positions):
     """Coupled and naive rows have no recipe, and are other KV than decoupled ones."""
-    calibration = calibrated(build(name), positions)
+    calibration = calibrate_model(build(name), positions)
     assert calibration.layout.position_mode == positions
     assert all(part.rotary is None for layer in calibration.layers for part in layer.components)
-    assert calibration.layout.fingerprint != calibrated(build(name)).layout.fingerprint
+    assert calibration.layout.fingerprint != calibrate_model(build(name)).layout.fingerprint
 
 
 def test_small_context_window_is_refused(build):
-    """A config whose context window leaves nothing to probe with is refused."""
+    """There is no room for probes."""
     with pytest.raises(UnsupportedModelError, match="context window of 16"):
-        calibrated(build("llama", max_position_embeddings=16))
+        calibrate_model(build("llama", max_position_embeddings=16))
 
 
-def test_context_window_that_is_not_stated(build):
+def test_a_model_without_a_stated_window_gets_a_moderate_one(build):
     """A model whose config names no window gets a moderate one."""
     model = build("bloom", seq_length=..., max_position_embeddings=...)
     loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="f" * 32)
@@ -163,7 +163,7 @@ def test_windows_come_from_the_model(tiny):
 
 def test_chunks_come_from_the_mask(build):
     """Chunked attention is found where nothing else stands in the way of batches."""
-    calibration = calibrated(build("llama4", attn_temperature_tuning=False))
+    calibration = calibrate_model(build("llama4", attn_temperature_tuning=False))
     assert calibration.mode == "ragged"
     assert [call.chunk for call in calibration.attention_calls] == [16, None]
 
@@ -180,7 +180,7 @@ def test_layers_without_position_have_no_rotary(tiny):
 
 def test_layout_is_the_same_each_time(build):
     """Calibrations of equal models, as around a restart, have one layout fingerprint."""
-    layouts = [calibrated(build("llama")).layout for _ in range(2)]
+    layouts = [calibrate_model(build("llama")).layout for _ in range(2)]
     assert layouts[0].fingerprint == layouts[1].fingerprint
     assert layouts[0].model == "f" * 32
     assert layouts[0].layers[0].components[0].shape == (2, 8)
@@ -188,26 +188,26 @@ def test_layout_is_the_same_each_time(build):
 
 def test_dtype_changes_the_layout(build):
     """KV of another dtype is other KV."""
-    single = calibrated(build("llama")).layout
-    half = calibrated(build("llama").to(torch.bfloat16)).layout
+    single = calibrate_model(build("llama")).layout
+    half = calibrate_model(build("llama").to(torch.bfloat16)).layout
     assert single.fingerprint != half.fingerprint
     assert half.layers[0].components[1].dtype == "bfloat16"
 
 
 def test_calibrating_twice_is_harmless(build):
-    """A model may be calibrated again, as by a second service in the same process."""
+    """For example by a second service in the same process."""
     loaded = describe_model(build("llama"), tokenizer=None, name="tiny", fingerprint="0")
     assert calibrate(loaded).layout == calibrate(loaded).layout
 
 
-def test_a_chunk_is_a_window_of_as_many_tokens(tiny):
+def test_a_chunk_counts_as_a_window_of_its_length(tiny):
     """Its last token sees all of it, and none sees more."""
     layout = tiny("llama4-ragged", has_windows=True).calibration.layout
     assert [layer.window for layer in layout.layers] == [16, 0]
 
 
-def test_where_all_layers_have_a_window_some_count_as_without(build):
-    """Blocks of tokens have to hold something."""
+def test_if_all_layers_have_a_window_some_count_as_without(build):
+    """Blocks of tokens must not be empty."""
     loaded = describe_model(
         build("mistral", num_hidden_layers=10), tokenizer=None, name="tiny", fingerprint="0"
     )
@@ -216,7 +216,7 @@ def test_where_all_layers_have_a_window_some_count_as_without(build):
     assert layout.window == 7
 
 
-def test_packed_weights_are_taken_and_proven():
+def test_packed_weights_are_used_and_proven():
     loaded = load_model(SHIPPED_MODEL, "float32")
     assert calibrate(loaded, packs_weights=True).mode == "ragged"
     assert packed_bytes(loaded.model)
@@ -229,8 +229,9 @@ class _ChoosyMlp(LlamaMLP):
         return super().forward(x) if isinstance(self.gate_proj, torch.nn.Linear) else x
 
 
-def test_weights_stay_where_packed_ones_change_the_answer(monkeypatch):
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 2**16)  # this model's are small
+def test_weights_stay_where_packed_ones_change_the_logits(monkeypatch):
+    # this model's layers are small
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 2**16)
     loaded = load_model(SHIPPED_MODEL, "float32")
     head = loaded.model.lm_head.weight.clone()
     loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp
@@ -239,9 +240,9 @@ def test_weights_stay_where_packed_ones_change_the_answer(monkeypatch):
     assert torch.equal(loaded.model.lm_head.weight, head)
 
 
-def test_a_mode_that_is_named_is_taken_unproven(build):
-    """As it was proven before: the same calibration, and the model is set to its attention."""
-    proven = calibrated(build("llama"))
+def test_a_named_mode_is_used_without_a_proof(build):
+    """It was proven before: the calibration is equal, and the model uses its attention."""
+    proven = calibrate_model(build("llama"))
     loaded = describe_model(build("llama"), tokenizer=None, name="tiny", fingerprint="f" * 32)
     again = calibration_by(loaded, proven.mode, ATTENTION_NAME, proven.positions, proven.notes)
     assert loaded.model.config._attn_implementation == ATTENTION_NAME

@@ -1,4 +1,4 @@
-"""What keys and values are made by is found without a look at weights, or the model is refused."""
+"""The expansion of latents is found by running the model, or the model is refused."""
 
 import types
 
@@ -17,7 +17,7 @@ from inference_svc.runtime.model.refusals import ModelModeMissingError
 
 @pytest.fixture
 def found(build):
-    """Returns a function that finds the expansions of a model that was changed before."""
+    """Return a function that finds the expansions of a modified model."""
 
     def find(name, change=lambda _model: None, mode="latent", dtype=torch.float32):
         model = build(name).to(dtype)
@@ -34,8 +34,8 @@ def found(build):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "mode"), [("deepseek-v3", "latent"), ("deepseek-v32", "indexed")])
-def test_it_is_the_model_s_own_matrix(found, name, mode, dtype):
-    """To the bit, of each layer: products with zeros and ones are exact."""
+def test_it_equals_the_models_own_matrix(found, name, mode, dtype):
+    """To the bit, in each layer: products with zeros and ones are exact."""
     model, expansions = found(name, mode=mode, dtype=dtype)
     layers = model.model.layers
     assert len(expansions) == len(layers)
@@ -47,8 +47,8 @@ def test_it_is_the_model_s_own_matrix(found, name, mode, dtype):
         assert (expansion.rotated_dim, expansion.is_rotated_first) == (8, False)
 
 
-def changed_expansion(change):
-    """Returns a change of a model: each layer's keys and values are made in another way."""
+def change_expansion(change):
+    """Return a modification of a model: each layer expands differently."""
 
     def apply(model):
         for layer in model.model.layers:
@@ -59,7 +59,7 @@ def changed_expansion(change):
 
 
 def rotated_first(expand):
-    """Keys and queries have their rotated part, 8 wide, before the rest."""
+    """Put the rotated part, 8 wide, first in keys and queries."""
 
     def expanded(_self, latent, rotated):
         keys, values = expand(latent, rotated)
@@ -69,12 +69,12 @@ def rotated_first(expand):
 
 
 def bent(expand):
-    """Latents go through something that is not linear."""
+    """Apply a nonlinear function to latents."""
     return lambda _self, latent, rotated: expand(latent.tanh(), rotated)
 
 
 def placed(expand):
-    """What is made of a latent depends on where it is."""
+    """Make the expansion depend on the position."""
 
     def expanded(_self, latent, rotated):
         keys, values = expand(latent, rotated)
@@ -84,12 +84,12 @@ def placed(expand):
 
 
 def scaled(expand):
-    """Keys do not have the rotated part as it is cached."""
+    """Scale the rotated part of keys."""
     return lambda _self, latent, rotated: expand(latent, 2 * rotated)
 
 
 def mixed(expand):
-    """Values have something of the rotated part."""
+    """Mix the rotated part into values."""
 
     def expanded(_self, latent, rotated):
         keys, values = expand(latent, rotated)
@@ -99,13 +99,13 @@ def mixed(expand):
 
 
 def shortened(expand):
-    """A layer attends to fewer tokens than it caches."""
+    """Attend to fewer tokens than are cached."""
     return lambda _self, latent, rotated: expand(latent[:, :, 1:], rotated[:, :, 1:])
 
 
 def test_the_rotated_part_may_come_first(found):
-    """Where a key has it is found, too."""
-    _, expansions = found("deepseek-v3", changed_expansion(rotated_first))
+    """The place of the rotated part is found, too."""
+    _, expansions = found("deepseek-v3", change_expansion(rotated_first))
     assert [expansion.is_rotated_first for expansion in expansions] == [True, True]
 
 
@@ -119,14 +119,14 @@ def test_the_rotated_part_may_come_first(found):
         (shortened, "they belong to other tokens or to fewer heads"),
     ],
 )
-def test_what_is_no_matrix_of_latents_is_refused(found, change, reason):
+def test_other_expansions_are_refused(found, change, reason):
     """Each with its reason, which is shown at the start."""
     with pytest.raises(ModelModeMissingError, match=reason):
-        found("deepseek-v3", changed_expansion(change))
+        found("deepseek-v3", change_expansion(change))
 
 
-def test_a_bias_is_more_than_a_matrix(found):
-    """What is made of nothing would have to be nothing."""
+def test_a_bias_is_refused(found):
+    """The expansion of zero must be zero."""
 
     def change(model):
         for layer in model.model.layers:
@@ -138,6 +138,6 @@ def test_a_bias_is_more_than_a_matrix(found):
 
 
 def test_keys_of_heads_are_no_latents(found):
-    """A model that makes something else of what it caches is gathered, as ever."""
+    """A model that transforms its cached rows otherwise is gathered, as before."""
     with pytest.raises(ModelModeMissingError, match="caches keys of each head"):
         found("diffllama")

@@ -1,4 +1,4 @@
-"""Whether steps are replayed: by proof, and where they are not, the log says why."""
+"""Whether steps are replayed: by proof; otherwise the log has the reason."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def paged(tiny):
 
 
 def chosen(steps, capture=None, name="auto", attention=None, most_rows=2):
-    """Choose; returns the graphs, and the line of the log."""
+    """Choose; return the graphs, and the line of the log."""
     capture = RecordedGraphs() if capture is None else capture
     attention = attention or steps.attention
     with capture_logs() as lines:
@@ -39,7 +39,7 @@ def chosen(steps, capture=None, name="auto", attention=None, most_rows=2):
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 )
-def test_what_answers_as_ever_is_replayed(paged, name):
+def test_proven_models_are_replayed(paged, name):
     """Windows, softcaps, sinks, experts, norms behind RoPE, positions that are learnt."""
     capture = RecordedGraphs()
     graphs, line = chosen(paged(name), capture, most_rows=3)
@@ -51,7 +51,7 @@ def test_what_answers_as_ever_is_replayed(paged, name):
     assert capture.num_replayed == 2 * 3
 
 
-def test_a_device_without_graphs_and_who_wants_none_is_not_told(paged):
+def test_without_graphs_or_by_choice_nothing_is_logged(paged):
     """There is nothing to be said."""
     steps = paged()
     with capture_logs() as lines:
@@ -63,20 +63,20 @@ def test_a_device_without_graphs_and_who_wants_none_is_not_told(paged):
 
 
 def test_attention_must_be_over_pages(paged):
-    """A call for each sequence cannot be captured once for all."""
+    """A call for each sequence cannot be captured for all."""
     graphs, line = chosen(paged(), attention=TorchAttention())
     assert (graphs, line["reason"]) == (None, "attention does not use pages")
     assert line["log_level"] == "warning"
 
 
-def test_what_goes_on_from_states_is_not_replayed(paged):
-    """They lie where the last step has left them, and nowhere in a graph."""
+def test_models_with_states_are_not_replayed(paged):
+    """Their states are at changing addresses, not in a graph."""
     graphs, line = chosen(paged("lfm2"))
     assert (graphs, line["reason"]) == (None, "the model has states")
 
 
 def remembering():
-    """A kernel that copies the lengths of a step, when it first sees it."""
+    """A kernel that copies the lengths of a step at its first call."""
     seen = {}
 
     def attend(query, keys, values, step, call):
@@ -88,13 +88,13 @@ def remembering():
 
 
 def asking(query, keys, values, step, call):
-    """A kernel that looks at lengths, to do no more than it must."""
+    """A kernel that reads lengths, to skip unnecessary work."""
     step.most_length = int(step.lengths.max())
     return attend_pages(query, keys, values, step, call)
 
 
 def dropping(query, keys, values, step, call):
-    """A kernel that reads what is kept by nobody."""
+    """A kernel that reads freed memory."""
     if step.tiles(1) is None:
         with _disable_current_modes():
             scale = torch.ones(1)
@@ -111,8 +111,8 @@ def dropping(query, keys, values, step, call):
     ],
     ids=["remembering", "asking", "dropping"],
 )
-def test_what_cannot_be_replayed_is_computed(paged, kernel, reason):
-    """Numbers that are no longer those of the step, waiting for the device, memory that goes."""
+def test_steps_that_cannot_be_replayed_are_computed(paged, kernel, reason):
+    """They use stale numbers, wait for the device, or lose their memory."""
     graphs, line = chosen(paged(kernel=kernel))
     assert graphs is None
     assert reason in line["reason"]
@@ -120,7 +120,7 @@ def test_what_cannot_be_replayed_is_computed(paged, kernel, reason):
 
 
 def test_a_device_that_refuses_is_one_line(paged):
-    """Whatever its driver has to say."""
+    """Whatever its driver's message is."""
 
     def refusing(_run):
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
@@ -129,7 +129,7 @@ def test_a_device_that_refuses_is_one_line(paged):
     assert (graphs, line["reason"]) == (None, "RuntimeError: CUDA error: out of memory")
 
 
-def test_a_step_that_writes_nothing_is_found_out(paged):
+def test_a_step_that_writes_nothing_is_detected(paged):
     """Its logits alone may be right: the token attends to itself."""
 
     class Forgetful(RecordedGraphs):
@@ -153,7 +153,7 @@ def test_a_step_that_writes_nothing_is_found_out(paged):
 
 @pytest.mark.parametrize(("num_pages", "is_proven"), [(3, False), (4, True)])
 def test_a_proof_needs_pages(paged, num_pages, is_proven):
-    """Of each history one, and one for each sequence."""
+    """One for each history, and one for each sequence."""
     graphs, line = chosen(paged(num_pages=num_pages))
     assert (graphs is not None) == is_proven
     assert is_proven or line["reason"] == "ValueError: there are too few pages to prove them"

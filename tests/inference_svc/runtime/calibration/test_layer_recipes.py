@@ -1,4 +1,4 @@
-"""Recipes embed what a layer caches where the model itself would, in every kind of model."""
+"""Recipes embed cached rows exactly as the model itself does, for every kind of model."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 
 TOKENS = [5, 6, 7, 5, 9, 5, 11, 12, 13, 5, 15, 16, 5]
-# name -> what each layer embeds: key, value, with a norm after it, nothing
+# name -> what each layer embeds: key, value, a norm after it, or nothing
 KINDS = {
     "llama": ["k"] * 4,
     "gpt_neox": ["k"] * 4,  # partial
@@ -93,8 +93,11 @@ def kind(recipe):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_each_layer_embeds_is_found(found, name):
-    """The key, the value, or nothing, with a norm behind it or not; all can be moved in place."""
+def test_each_layers_embedding_is_found(found, name):
+    """Of the key, the value, or nothing, with a norm behind it or not.
+
+    All can be moved in place.
+    """
     recipes = found(name).recipes
     assert [kind(recipe) for recipe in recipes] == KINDS[name]
     for recipe in recipes:
@@ -105,7 +108,7 @@ def test_what_each_layer_embeds_is_found(found, name):
 
 
 @pytest.mark.parametrize("name", [name for name, kinds in KINDS.items() if any(kinds)])
-def test_rows_are_embedded_elsewhere_as_the_model_does(found, name):
+def test_rows_are_embedded_elsewhere_as_by_the_model(found, name):
     """Rows before RoPE of one forward, embedded further on, are those of a forward there.
 
     Hunyuan's norm weighs what was rotated: the scores of its first layer, and with them what later
@@ -127,7 +130,7 @@ def test_rows_are_embedded_elsewhere_as_the_model_does(found, name):
 @pytest.mark.parametrize(
     "name", ["llama", "deepseek_v2", "hunyuan_v1_dense", "nanochat", "llama4_text", "gptj"]
 )
-def test_cached_rows_are_moved_as_they_would_be_embedded(found, name, dtype, error):
+def test_cached_rows_are_moved_as_if_embedded_there(found, name, dtype, error):
     """Also through a norm behind RoPE, whose weights are found by calling it."""
     model = found(name, dtype)
     for index, recipe in enumerate(model.recipes):
@@ -148,8 +151,8 @@ def test_cached_rows_are_moved_as_they_would_be_embedded(found, name, dtype, err
 @pytest.mark.parametrize(
     "norm", [torch.nn.LayerNorm(16), torch.nn.Softmax(-1), torch.nn.LayerNorm(16, bias=False)]
 )
-def test_norms_of_another_kind_are_not_taken_back(found, norm):
-    """What subtracts a mean, or mixes elements, has no scale; it is only repeated."""
+def test_other_norms_are_not_inverted(found, norm):
+    """Subtracting a mean, or mixing elements, has no scale; they are only repeated."""
     model = found("llama")
     free, _ = before_rope(model.recipes[0], model.probe.layers[0])
     assert find_scale(model.recipes[0].key.rotary, norm, free) is None
@@ -158,7 +161,7 @@ def test_norms_of_another_kind_are_not_taken_back(found, norm):
 @pytest.mark.parametrize(
     "name", ["llama", "glm4", "deepseek_v2", "deepseek_v3", "hunyuan_v1_dense", "gptj", "falcon"]
 )
-def test_sixteen_bits_are_repeated_exactly(found, name):
+def test_sixteen_bits_are_reproduced_exactly(found, name):
     """In bfloat16, recipes give bit by bit the rows that the model cached."""
     model = found(name, torch.bfloat16)
     for index, recipe in enumerate(model.recipes):
@@ -180,8 +183,8 @@ def test_layers_with_the_same_embedding_share_a_table(found, name, num_tables):
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "hunyuan_v1_dense", "gptj"])
-def test_the_first_layer_has_no_position_before_rope(found, name):
-    """One token at several places has the same rows before RoPE."""
+def test_rows_before_rope_of_the_first_layer_have_no_position(found, name):
+    """One token at several places has the same rows."""
     model = found(name)
     same = [index for index, token in enumerate(TOKENS) if token == TOKENS[0]]
     for free in before_rope(model.recipes[0], model.probe.layers[0]):
@@ -189,7 +192,7 @@ def test_the_first_layer_has_no_position_before_rope(found, name):
 
 
 def test_an_unknown_change_after_rope_is_refused(found):
-    """Keys that something else than a norm changes after their rotary embedding are not served."""
+    """Only a norm may change keys after their rotary embedding."""
     model = found("llama")
     layers = {
         index: type(seen)(seen.key * 1.01, seen.value, seen.calls, seen.norms)
@@ -200,7 +203,7 @@ def test_an_unknown_change_after_rope_is_refused(found):
         layer_recipes(model.loaded, changed)
 
 
-def test_tables_found_by_running_the_model_do_not_run_it_again(found, monkeypatch):
+def test_embedding_does_not_run_the_model(found, monkeypatch):
     """Once there are recipes, all positions of the window are embedded from tables alone."""
     model = found("gptj")
     monkeypatch.setattr(model.loaded.model, "forward", None)
@@ -213,8 +216,8 @@ def test_tables_found_by_running_the_model_do_not_run_it_again(found, monkeypatc
 
 
 @pytest.mark.parametrize("off", [1.0, float("nan")])
-def test_a_recipe_that_makes_other_rows_is_refused(tiny, off):
-    """Whatever is wrong with it."""
+def test_a_recipe_with_other_rows_is_refused(tiny, off):
+    """Whatever its error is."""
     loaded, free = tiny("llama").loaded, torch.ones(5, 2, 8)
     cached = free.transpose(0, 1)[None].clone()
     _check_recipe(loaded, ComponentRecipe(), free, cached)

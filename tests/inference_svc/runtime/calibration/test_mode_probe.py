@@ -1,4 +1,4 @@
-"""Probes of a model in one mode: what it cannot do is a refusal, not an error of ours."""
+"""Probes of a model in one mode: a missing ability is a refusal, not an internal error."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.zoo.models import build_model
 
 @pytest.fixture
 def loaded_as():
-    """Loads a tiny model of an architecture, ready to be probed."""
+    """Return a loader of an architecture's tiny model, ready to be probed."""
 
     def load(name):
         model = build_model(architectures()[name])
@@ -35,7 +35,7 @@ def loaded_as():
 
 
 @pytest.mark.parametrize("mode", ["ragged", "gather", "masked", "single"])
-def test_a_plain_decoder_can_do_it_every_way(loaded_as, mode):
+def test_a_plain_decoder_supports_every_mode(loaded_as, mode):
     """Each layer caches once, as many tokens as it was given."""
     loaded = loaded_as("llama")
     probe = probe_mode(loaded, mode, "eager")
@@ -44,8 +44,8 @@ def test_a_plain_decoder_can_do_it_every_way(loaded_as, mode):
     assert {seen.key.shape[2] for seen in probe.layers.values()} == {num_tokens}
 
 
-def test_a_probe_repeats_itself_and_is_as_long_as_nothing_else(loaded_as):
-    """A dimension of that size could be taken for that of the tokens."""
+def test_a_probe_is_repeatable_and_of_unique_length(loaded_as):
+    """A dimension of equal size could be taken for that of the tokens."""
     loaded = loaded_as("llama")
     tokens = probe_tokens(loaded)
     assert tokens[-REPEATED_TOKENS:] == tokens[:REPEATED_TOKENS]
@@ -55,8 +55,8 @@ def test_a_probe_repeats_itself_and_is_as_long_as_nothing_else(loaded_as):
     assert max(probe_tokens(replace(loaded, vocab_size=5))) < 5
 
 
-def test_our_mask_takes_no_other_s_place_that_hides_more(loaded_as):
-    """A config that bounds how far attention reaches is refused; one that says none is not."""
+def test_a_mask_that_hides_more_is_not_replaced(loaded_as):
+    """A config that limits attention is refused; one without a limit is not."""
     loaded = loaded_as("llama")
     loaded.model.config.sliding_window = 8
     with pytest.raises(ModelModeMissingError, match="sliding_window"):
@@ -65,8 +65,8 @@ def test_our_mask_takes_no_other_s_place_that_hides_more(loaded_as):
     probe_mode(loaded, "masked", "eager")
 
 
-def test_what_a_model_raises_is_a_refusal_with_its_cause():
-    """The first line of it; an error of ours stays what it is."""
+def test_a_models_exception_is_a_refusal_with_its_cause():
+    """With its first line; an internal error stays one."""
 
     class Loaded:
         architecture = "FooForCausalLM"

@@ -1,4 +1,4 @@
-"""What a model's own cache keeps is found by running it; what nobody could store is refused."""
+"""The contents of a model's own cache are found by running it; unbounded ones are refused."""
 
 from types import SimpleNamespace
 
@@ -14,13 +14,13 @@ from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 
 
-def described(model):
+def describe(model):
     return describe_model(model, tokenizer=None, name="probed", fingerprint="0" * 32)
 
 
 def test_entries_and_states_are_found(build):
-    """Entries by their strides; windows, buffers and what overlaps by the most there is of them."""
-    sliding, sparse, heavy = find_own_layers(described(build("deepseek-v4")))
+    """Entries by their strides; windows, buffers and overlaps by their maximal size."""
+    sliding, sparse, heavy = find_own_layers(describe(build("deepseek-v4")))
     assert [layer.row_width for layer in (sliding, sparse, heavy)] == [0, 16 // 4 + 8 // 4, 3]
     sizes = {tensor.part: (tensor.stride, tensor.shape) for tensor in sparse.tensors}
     assert sizes["keys", None] == (0, (1, 1, 9, 16))
@@ -32,8 +32,8 @@ def test_entries_and_states_are_found(build):
     assert set(heavy.numbers) == {("cumulative_length", None), ("entry_count", "compressor")}
 
 
-def test_rows_of_all_layers_are_one_layer_of_the_layout(tiny):
-    """In two components; the rest is the state."""
+def test_rows_of_all_layers_form_one_layer_of_the_layout(tiny):
+    """With two components; the rest is the state."""
     calibration = tiny("deepseek-v4").calibration
     (layer,) = calibration.layout.layers
     assert [component.shape for component in layer.components] == [(1, 5), (1, 4)]
@@ -43,15 +43,15 @@ def test_rows_of_all_layers_are_one_layer_of_the_layout(tiny):
 
 
 def test_keys_and_values_are_entries_of_one_token(build):
-    """A model that our hooks do for could be served so, too."""
-    layers = find_own_layers(described(build("llama")))
+    """A model supported by the hooks could be served this way, too."""
+    layers = find_own_layers(describe(build("llama")))
     assert {tensor.stride for layer in layers for tensor in layer.tensors} == {1}
     (recipe,) = own_recipes(layers)
     assert recipe.shape.parts == ((1, 32), (1, 32))  # two layers, two heads, eight values, both
 
 
 class _Growing:
-    """A layer that keeps something which grows in a way of its own."""
+    """A layer with a tensor that grows in an unusual way."""
 
     def __init__(self, size_of):
         self.kept, self._size_of, self.rate = None, size_of, 8
@@ -71,8 +71,8 @@ class _Growing:
         (lambda n: n // 8 + 1, False),
     ],
 )
-def test_what_grows_in_another_way_is_refused(build, monkeypatch, size_of, is_found):
-    """It is neither an entry of some tokens nor bounded."""
+def test_unusual_growth_is_refused(build, monkeypatch, size_of, is_found):
+    """The tensor is neither an entry of some tokens nor bounded."""
     layer = _Growing(size_of)
     monkeypatch.setattr(
         own_cache_probe, "DynamicCache", lambda **_: SimpleNamespace(layers=[layer])
@@ -82,7 +82,7 @@ def test_what_grows_in_another_way_is_refused(build, monkeypatch, size_of, is_fo
         "ForwardCall",
         lambda _model: lambda _ids, positions, *_: layer.hold(int(positions[0, -1]) + 1),
     )
-    loaded = described(build("llama"))
+    loaded = describe(build("llama"))
     if is_found:
         assert [tensor.part for tensor in find_own_layers(loaded)[0].tensors] == [("kept", None)]
     else:
@@ -90,7 +90,7 @@ def test_what_grows_in_another_way_is_refused(build, monkeypatch, size_of, is_fo
             find_own_layers(loaded)
 
 
-def test_entries_that_change_later_are_no_entries(build, monkeypatch):
+def test_entries_that_change_later_are_refused(build, monkeypatch):
     """Rows of tokens are written once."""
 
     class Changing(DynamicCache):
@@ -101,11 +101,11 @@ def test_entries_that_change_later_are_no_entries(build, monkeypatch):
 
     monkeypatch.setattr(own_cache_probe, "DynamicCache", Changing)
     with pytest.raises(ModelModeMissingError, match="keeps keys, which"):
-        find_own_layers(described(build("llama")))
+        find_own_layers(describe(build("llama")))
 
 
 def test_a_window_that_takes_too_long_to_fill_is_refused(build, monkeypatch):
-    """What happens behind it cannot be seen."""
+    """Its behaviour afterwards cannot be observed."""
     monkeypatch.setattr(own_cache_probe, "MOST_TOKENS", 12)
     with pytest.raises(ModelModeMissingError, match="after 12 tokens"):
-        find_own_layers(described(build("deepseek-v4")))
+        find_own_layers(describe(build("deepseek-v4")))

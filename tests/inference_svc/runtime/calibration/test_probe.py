@@ -1,4 +1,4 @@
-"""What a mask predicate hides is put in words: all before, a window, chunks, or something else."""
+"""The pattern of a mask: everything before, a window, chunks, or another one."""
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ def test_chunks_are_found(size):
 
 
 @pytest.mark.parametrize("size", [96, 97, 4096])
-def test_what_hides_nothing_is_no_mask(size):
-    """Windows and chunks as long as what is served are none."""
+def test_a_mask_that_hides_nothing_is_none(size):
+    """Windows and chunks as long as the context do not count."""
     for allowed in (causal, window(size), chunks(size)):
         assert describe_mask(allowed, HORIZON, CPU) == Mask()
 
@@ -50,20 +50,20 @@ def test_what_hides_nothing_is_no_mask(size):
     ],
     ids=["future", "strided", "sinks", "bidirectional"],
 )
-def test_other_masks_are_not_taken_for_these(allowed):
+def test_other_masks_are_reported_as_unknown(allowed):
     """A mask of another form is said not to be understood."""
     assert not describe_mask(allowed, HORIZON, CPU).is_understood
 
 
-def test_slices_of_a_description_are_the_description():
+def test_slices_of_a_described_mask_are_the_description():
     """Models that slice their mask get it back."""
     mask = Mask(window=3)
     assert mask[:, :, :, -5:] is mask
 
 
 @pytest.mark.parametrize(("name", "num_norms"), [("llama", 0), ("qwen3", 2), ("hunyuan", 2)])
-def test_what_led_to_a_layers_kv_is_that_layers_own(tiny, name, num_norms):
-    """One rotation, and the norms of its queries and keys: none of the layer before."""
+def test_a_layers_operations_are_its_own(tiny, name, num_norms):
+    """One rotation, and the norms of its queries and keys: none of the previous layer."""
     probe = run_probe(tiny(name).loaded.model, [5, 6, 7], 192)
     assert sorted(probe.layers) == [0, 1]
     for seen in probe.layers.values():
@@ -83,8 +83,8 @@ def test_what_led_to_a_layers_kv_is_that_layers_own(tiny, name, num_norms):
     ],
     ids=["behind", "before", "late", "twice", "of a layer to come"],
 )
-def test_index_keys_are_to_come_beside_their_layer_s_keys(order, num_misplaced):
-    """Before or behind them: at once, so that a save may follow layer by layer."""
+def test_index_keys_are_cached_beside_their_layers_keys(order, num_misplaced):
+    """Just before or after them, so that a save may follow layer by layer."""
     probe, keys = Probe(HORIZON, CPU), torch.zeros(1, 1, 3, 4)
     for kind, layer_index in order:
         if kind == "k":

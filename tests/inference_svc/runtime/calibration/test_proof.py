@@ -18,7 +18,7 @@ from inference_svc.runtime.positions.recipes import Calibration, ComponentRecipe
 
 
 def prove_with(model, calibration: Calibration):
-    """Prove a calibration of a model whose attention is set already."""
+    """Prove a calibration of a model with installed attention."""
     prove(model.loaded, calibration, stock_logits(model.loaded))
 
 
@@ -31,14 +31,14 @@ def with_first_key(model, **changes):
 
 @pytest.mark.parametrize("block_tokens", [1, 7, 16, 39, 40, 41, 1000])
 def test_blocks_may_be_smaller_than_the_proof(tiny, block_tokens):
-    """A model whose blocks hold fewer tokens than the proof stores is proven over several."""
+    """Their tokens are stored in several blocks."""
     model = tiny("qwen3")
     layout = replace(model.calibration.layout, block_tokens=block_tokens)
     prove_with(model, replace(model.calibration, layout=layout))
 
 
 def test_wrong_logits_are_refused(tiny):
-    """If our logits differ from the reference, the path that went wrong is named."""
+    """The failing path is named."""
     model = tiny("llama")
     reference = stock_logits(model.loaded)
     prove(model.loaded, model.calibration, reference)
@@ -47,8 +47,8 @@ def test_wrong_logits_are_refused(tiny):
         prove(model.loaded, model.calibration, rolled)
 
 
-def test_a_lone_token_that_is_computed_otherwise_is_found(build):
-    """Models have a way of their own for it, which several that decode at once do not take."""
+def test_a_single_token_with_another_computation_is_detected(build):
+    """Models have a separate path for it, which several decodes at once do not use."""
     model = build("gptj")
 
     def spoil(_module, _args, options, answer):
@@ -62,8 +62,8 @@ def test_a_lone_token_that_is_computed_otherwise_is_found(build):
         prove(loaded, calibration, reference)
 
 
-def test_keys_loaded_at_other_positions_are_found(tiny):
-    """A table that turns keys one position too far is refused, naming the path."""
+def test_keys_loaded_at_other_positions_are_detected(tiny):
+    """A table that is off by one is refused, with the path."""
     model = tiny("llama")
     table = model.calibration.layers[0].key.rotary
 
@@ -75,8 +75,8 @@ def test_keys_loaded_at_other_positions_are_found(tiny):
         prove_with(model, with_first_key(model, rotary=OffByOne()))
 
 
-def test_keys_that_keep_their_old_positions_are_found(tiny):
-    """Rows that are taken for position-free but are not show when those before them are dropped."""
+def test_keys_that_keep_their_old_positions_are_detected(tiny):
+    """The error shows when rows before them are dropped."""
     model = tiny("llama")
     cached = replace(model.calibration.layers[0], key=ComponentRecipe())
     layers = (cached, *model.calibration.layers[1:])
@@ -85,8 +85,8 @@ def test_keys_that_keep_their_old_positions_are_found(tiny):
     prove_with(model, replace(model.calibration, layers=layers, positions="coupled"))
 
 
-def test_index_keys_loaded_at_other_positions_are_found(build):
-    """Also where so few tokens are proven that none is passed over, and logits say nothing."""
+def test_index_keys_loaded_at_other_positions_are_detected(build):
+    """Even if no token is skipped in the proof, so that logits do not show it."""
     loaded = describe_model(
         build("deepseek-v32", index_topk=2048), tokenizer=None, name="dsa", fingerprint="0" * 32
     )
@@ -100,8 +100,8 @@ def test_index_keys_loaded_at_other_positions_are_found(build):
             prove(loaded, replace(calibration, layers=layers), reference)
 
 
-def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
-    """One token of several may be far off in bfloat16, and none in float32; NaN never."""
+def test_a_token_changed_by_rounding_is_tolerated_in_16_bits():
+    """One token may be far off in bfloat16, and none in float32; NaN never."""
     expected = torch.ones(5, 9)
     flipped, shifted = expected.clone(), expected * 1.2
     flipped[2] *= 1.3
@@ -112,8 +112,8 @@ def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
         assert not is_same(wrong, expected, torch.float32)
 
 
-def test_as_much_is_allowed_as_the_model_is_off_itself():
-    """Three times that, and never as much as wrong positions give."""
+def test_the_tolerance_follows_the_models_own_error():
+    """Three times that, but less than the effect of wrong positions."""
     expected, off = torch.ones(5, 9), torch.ones(5, 9) * 1.08
     assert not is_same(off, expected, torch.bfloat16)
     assert not is_same(off, expected, torch.bfloat16, rounding=0.02)
@@ -121,8 +121,8 @@ def test_as_much_is_allowed_as_the_model_is_off_itself():
     assert not is_same(expected * 1.2, expected, torch.bfloat16, rounding=0.3)
 
 
-def test_rounding_is_the_distance_of_ways_that_are_right(build):
-    """In 16 bits; by itself the model is none off in float32."""
+def test_rounding_is_the_distance_between_correct_paths(build):
+    """In 16 bits; in float32 it is zero."""
     loaded = describe_model(build("llama"), tokenizer=None, name="llama", fingerprint="0" * 32)
     assert stock_logits(loaded).rounding == 0
     half = describe_model(
@@ -132,7 +132,7 @@ def test_rounding_is_the_distance_of_ways_that_are_right(build):
 
 
 def test_norms_behind_rope_have_no_reference_for_other_positions(build):
-    """Their weights differ, so that scores depend on more than distances: nothing is refused."""
+    """Their weights differ, so that scores depend on absolute positions: nothing is refused."""
     model = build("hunyuan")
     for name, weights in model.named_parameters():
         if "layernorm" in name and "self_attn" in name:
@@ -143,7 +143,7 @@ def test_norms_behind_rope_have_no_reference_for_other_positions(build):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek-v3", "falcon", "bloom"])
 def test_truncation_has_a_reference(tiny, name):
-    """The stock model's own cache can hide tokens, whatever its positions are."""
+    """The stock model's own cache can hide tokens, with any positions."""
     reference = stock_logits(tiny(name).loaded)
     assert reference.truncated is not None
     assert not torch.equal(reference.truncated, reference.whole[-NOT_STORED:])

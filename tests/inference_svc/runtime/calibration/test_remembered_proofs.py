@@ -1,4 +1,4 @@
-"""A proof is remembered between starts, and believed of the same model, code and place only."""
+"""A proof is remembered between starts, for the same model, code and device only."""
 
 import hashlib
 import json
@@ -16,19 +16,19 @@ from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
-# Each of another mode, but for gpt2, which is coupled.
+# A model of each mode; gpt2 is coupled.
 NAMES = ["llama", "deepseek-v3", "deepseek-v32", "falcon", "bloom", "gpt2", "deepseek-v4"]
 
 
-def loaded_of(build, name):
+def describe_built(build, name):
     return describe_model(build(name), tokenizer=None, name=name, fingerprint="a" * 32)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_proven_is_found_again(build, tmp_path, name):
+def test_a_proof_is_found_again(build, tmp_path, name):
     """In every mode: the second start has the calibration, the sinks and the notes of the first."""
-    first = calibrate_once(loaded_of(build, name), "auto", tmp_path / "proofs.json")
-    again = calibrate_once(loaded_of(build, name), "auto", tmp_path / "proofs.json")
+    first = calibrate_once(describe_built(build, name), "auto", tmp_path / "proofs.json")
+    again = calibrate_once(describe_built(build, name), "auto", tmp_path / "proofs.json")
     assert (first[2], again[2]) == (False, True)
     assert again[1] == first[1]
     for field in ("mode", "positions", "layout", "attention_calls", "notes", "own_layers"):
@@ -36,7 +36,7 @@ def test_what_was_proven_is_found_again(build, tmp_path, name):
 
 
 def test_rounding_is_remembered(build, tmp_path):
-    """Which 16 bits have, and float32 has not: what is chosen later allows for it."""
+    """Models in 16 bits have it, in float32 not: later choices tolerate it."""
     roundings = []
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
         model = build("llama").to(dtype)
@@ -47,8 +47,8 @@ def test_rounding_is_remembered(build, tmp_path):
     assert not was_proven
 
 
-def test_a_model_that_leans_on_its_first_token_still_does_at_the_next_start(sink_model, tmp_path):
-    """The number is remembered, not measured again."""
+def test_the_number_of_sinks_is_remembered(sink_model, tmp_path):
+    """It is not measured again."""
     found = [
         calibrate_once(load_model(sink_model), "auto", tmp_path / "proofs.json")[1:]
         for _ in range(2)
@@ -65,21 +65,21 @@ def test_a_model_that_leans_on_its_first_token_still_does_at_the_next_start(sink
     ],
 )
 def test_another_model_is_proven_anew(build, tmp_path, change):
-    """Whatever it is that differs."""
-    loaded = loaded_of(build, "llama")
+    """Whatever differs."""
+    loaded = describe_built(build, "llama")
     calibrate_once(loaded, "auto", tmp_path / "proofs.json")
     assert proof_name(replace(loaded, **change), "auto") != proof_name(loaded, "auto")
     assert proof_name(loaded, "coupled") != proof_name(loaded, "auto")
 
 
-def test_other_positions_are_proven_by_themselves(build, tmp_path):
+def test_other_positions_have_their_own_proof(build, tmp_path):
     """Each stays remembered."""
     file = tmp_path / "proofs.json"
     proven = [
         (calibration.positions, was_proven)
         for positions in ("auto", "coupled", "auto", "coupled")
         for calibration, _, was_proven in [
-            calibrate_once(loaded_of(build, "llama"), positions, file)
+            calibrate_once(describe_built(build, "llama"), positions, file)
         ]
     ]
     assert proven == [
@@ -91,20 +91,20 @@ def test_other_positions_are_proven_by_themselves(build, tmp_path):
 
 
 def test_a_model_that_was_proven_with_packed_weights_is_packed_again(build, tmp_path, monkeypatch):
-    """And with weights as they are stored only where none are to be packed."""
+    """Plain weights are used only where packing is switched off."""
     monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
     file, found = tmp_path / "proofs.json", []
     for packs_weights in (True, True, False, False):
-        loaded = loaded_of(build, "llama")
+        loaded = describe_built(build, "llama")
         *_, was_proven = calibrate_once(loaded, "auto", file, packs_weights=packs_weights)
         found.append((packed_bytes(loaded.model) > 0, was_proven))
     assert found == [(True, False), (True, True), (False, False), (False, True)]
 
 
 @pytest.mark.parametrize("version", ["python", "torch", "transformers", "ours"])
-def test_other_code_proves_anew(build, tmp_path, monkeypatch, version):
-    """A release of ours or of what it stands on, be it one byte of source."""
-    calibrate_once(loaded_of(build, "llama"), "auto", tmp_path / "proofs.json")
+def test_other_code_needs_a_new_proof(build, tmp_path, monkeypatch, version):
+    """Another release of this project or its libraries, or one changed byte of source."""
+    calibrate_once(describe_built(build, "llama"), "auto", tmp_path / "proofs.json")
     if version == "python":
         monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
     elif version == "ours":
@@ -113,14 +113,14 @@ def test_other_code_proves_anew(build, tmp_path, monkeypatch, version):
         monkeypatch.setattr(remembered_proofs.inference_svc.runtime, "__path__", [str(tmp_path)])
     else:
         monkeypatch.setattr(getattr(remembered_proofs, version), "__version__", "99.0")
-    assert not calibrate_once(loaded_of(build, "llama"), "auto", tmp_path / "proofs.json")[2]
+    assert not calibrate_once(describe_built(build, "llama"), "auto", tmp_path / "proofs.json")[2]
 
 
 @pytest.mark.parametrize("found", ["mode", "found"])
-def test_a_proof_of_something_else_is_not_believed(build, tmp_path, found):
-    """Though its name and the file's checksum are right: the probe finds another calibration."""
+def test_a_wrong_proof_is_not_used(build, tmp_path, found):
+    """Its name and checksum are right, but the probe finds another calibration."""
     file = tmp_path / "proofs.json"
-    first = calibrate_once(loaded_of(build, "llama"), "auto", file)
+    first = calibrate_once(describe_built(build, "llama"), "auto", file)
     _, body = file.read_bytes().split(b"\n", 1)
     entries = json.loads(body)
     (entry,) = entries.values()
@@ -128,17 +128,17 @@ def test_a_proof_of_something_else_is_not_believed(build, tmp_path, found):
     body = json.dumps(entries).encode()
     checksum = hashlib.sha256(remembered_proofs.FORMAT + body).hexdigest().encode()
     file.write_bytes(checksum + b"\n" + body)
-    again = calibrate_once(loaded_of(build, "llama"), "auto", file)
+    again = calibrate_once(describe_built(build, "llama"), "auto", file)
     assert not again[2]
     assert (again[0].mode, again[0].layout) == (first[0].mode, first[0].layout)
-    assert calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
+    assert calibrate_once(describe_built(build, "llama"), "auto", file)[2]
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])
-def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, monkeypatch, name):
-    """Whether another calibration is found, or none: it is proven anew with them."""
+def test_a_model_that_differs_from_its_proof_gets_its_own_weights_back(build, monkeypatch, name):
+    """It is proven anew with them."""
     monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
-    loaded = loaded_of(build, name)
+    loaded = describe_built(build, name)
     proof = Proof(
         "ragged",
         ATTENTION_NAME,
@@ -155,10 +155,10 @@ def test_a_model_that_is_not_as_it_was_proven_has_its_own_weights_again(build, m
 
 
 @pytest.mark.parametrize("damage", ["torn", "rubbish"])
-def test_a_damaged_file_costs_a_proof(build, tmp_path, damage):
+def test_a_damaged_file_is_replaced_after_a_new_proof(build, tmp_path, damage):
     """And is made anew."""
     file = tmp_path / "proofs.json"
-    calibrate_once(loaded_of(build, "llama"), "auto", file)
+    calibrate_once(describe_built(build, "llama"), "auto", file)
     file.write_bytes(file.read_bytes()[:90] if damage == "torn" else b"rubbish\n{}")
-    assert not calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
-    assert calibrate_once(loaded_of(build, "llama"), "auto", file)[2]
+    assert not calibrate_once(describe_built(build, "llama"), "auto", file)[2]
+    assert calibrate_once(describe_built(build, "llama"), "auto", file)[2]

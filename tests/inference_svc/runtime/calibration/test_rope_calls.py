@@ -1,4 +1,4 @@
-"""A call that embeds positions is looked for in the first layer of a model, and nowhere else."""
+"""A call that embeds positions is searched in the first layer of a model only."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ KEYS = torch.zeros(1, 2, 3, 8)
 
 @pytest.fixture(scope="module")
 def model(build):
-    """A model under our hooks, whose layers call their apply function once each."""
+    """Return a hooked model, whose layers call their apply function once each."""
     model = build("llama")
     capture.install(model)
     model.set_attn_implementation(capture.PROBE_ATTENTION_NAME)
@@ -31,8 +31,8 @@ def source(call_index):
     return KeySource(call_index=call_index, arg_index=1, first=0, width=8, seq_dim=2)
 
 
-def test_a_call_of_a_later_layer_is_out_of_reach(model):
-    """What it is given depends on tokens, by then."""
+def test_a_call_of_a_later_layer_is_ignored(model):
+    """Its arguments depend on tokens."""
     assert ReplayedRope(model, source(0))(KEYS, POSITIONS).shape == KEYS.shape
     with pytest.raises(RopeOutOfReachError, match="layer 0 is cached before it"):
         ReplayedRope(model, source(1))(KEYS, POSITIONS)
@@ -46,13 +46,13 @@ class _Plain(torch.nn.Module):
 
 
 def test_a_model_without_such_a_call_is_refused():
-    """It has run to its end by then."""
+    """It runs to its end."""
     with pytest.raises(RopeOutOfReachError, match="to its end"):
         ReplayedRope(_Plain(), source(0))(KEYS, POSITIONS)
 
 
-def test_the_call_of_that_number_is_the_one():
-    """Those before it go by."""
+def test_the_call_with_the_given_number_is_found():
+    """Earlier ones pass."""
     search, tap = _Search(2), SimpleNamespace(apply=len)
     for number in range(2):
         search.on_rotary(tap, (number,), {}, None)
@@ -62,7 +62,7 @@ def test_the_call_of_that_number_is_the_one():
 
 
 def test_a_model_that_attends_before_it_calls_is_refused():
-    """What it caches would depend on tokens."""
+    """Its cached rows would depend on tokens."""
     with pytest.raises(RopeOutOfReachError, match="attends before it"):
         _Search(0).attend(KEYS, KEYS, KEYS, None, {})
     with pytest.raises(RopeOutOfReachError, match="layer 0 is indexed before it"):

@@ -1,4 +1,4 @@
-"""Frequencies that follow the length are frozen for the window, whatever comes in what order."""
+"""Frequencies that depend on the length are frozen for the window, in any order of requests."""
 
 import copy
 
@@ -27,7 +27,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 ROPES = {"longrope": LONGROPE, "dynamic": DYNAMIC}
 
 
-def described(model, window=WINDOW):
+def describe(model, window=WINDOW):
     loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="0" * 32)
     return type(loaded)(**{**vars(loaded), "context_window": window})
 
@@ -45,11 +45,11 @@ def logits(model, length, first=3):
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_frozen_models_do_not_care_what_came_before(build, name):
+def test_frozen_models_do_not_depend_on_earlier_requests(build, name):
     """A short prompt has the same logits before and after a long one, and within one."""
     model = varying(build, name)
     stock = copy.deepcopy(model).eval()
-    assert freeze_rotary(described(model)) == (name,)
+    assert freeze_rotary(describe(model)) == (name,)
     before = logits(model, 20)
     long = logits(model, WINDOW)
     assert torch.equal(logits(model, 20), before)
@@ -62,24 +62,24 @@ def test_frequencies_are_those_of_the_longest_sequence(build, name):
     """A frozen model computes a sequence that fills the window as the stock one does."""
     model = varying(build, name)
     expected = logits(copy.deepcopy(model).eval(), WINDOW)
-    freeze_rotary(described(model))
+    freeze_rotary(describe(model))
     assert torch.equal(logits(model, WINDOW), expected)
 
 
 def test_short_windows_keep_the_short_factors(build):
-    """Longrope within the length it was trained at has the frequencies it has there."""
+    """Longrope within its original length has the original frequencies."""
     model = varying(build, "longrope")
     expected = logits(copy.deepcopy(model).eval(), ORIGINAL)
-    freeze_rotary(described(model, window=ORIGINAL))
+    freeze_rotary(describe(model, window=ORIGINAL))
     assert torch.equal(logits(model, ORIGINAL), expected)
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_tables_agree_with_frozen_modules(build, name):
-    """Recipes are found once the frequencies are frozen, and refused before."""
+    """Recipes need frozen frequencies."""
     model = varying(build, name)
     capture.install(model)
-    loaded = described(model)
+    loaded = describe(model)
     model.set_attn_implementation(capture.PROBE_ATTENTION_NAME)
     token_ids = list(range(5, 22))
     with pytest.raises(RopeVariesError):
@@ -89,20 +89,20 @@ def test_tables_agree_with_frozen_modules(build, name):
     assert all(recipe.key.rotary is not None for recipe in recipes)
 
 
-def test_layer_types_are_frozen_one_by_one(build):
-    """Of a model with a rotary embedding per kind of layer, only what varies is touched."""
+def test_only_varying_layer_types_are_frozen(build):
+    """For models with a rotary embedding per kind of layer."""
     by_type = {"sliding_attention": PLAIN, "full_attention": LONGROPE}
     model = build("gemma3", rope_parameters=by_type)
     expected = logits(copy.deepcopy(model).eval(), WINDOW)
-    assert freeze_rotary(described(model)) == ("longrope",)
+    assert freeze_rotary(describe(model)) == ("longrope",)
     short = logits(model, 20)
     assert torch.equal(logits(model, WINDOW), expected)
     assert torch.equal(logits(model, 20), short)
 
 
-def test_other_models_are_left_alone(build):
-    """A model whose frequencies are fixed is not touched, and freezing again does nothing."""
-    assert freeze_rotary(described(build("llama-yarn"))) == ()
-    frozen = described(varying(build, "longrope"))
+def test_other_models_are_not_changed(build):
+    """Fixed frequencies stay, and freezing again does nothing."""
+    assert freeze_rotary(describe(build("llama-yarn"))) == ()
+    frozen = describe(varying(build, "longrope"))
     freeze_rotary(frozen)
     assert freeze_rotary(frozen) == ()

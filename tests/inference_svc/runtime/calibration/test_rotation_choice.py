@@ -1,4 +1,4 @@
-"""What embeds loaded keys is chosen: what is named is proven or refused, "auto" falls back."""
+"""The choice of key embedding: a named one is proven or refused, "auto" falls back."""
 
 from dataclasses import replace
 
@@ -19,14 +19,14 @@ def llama(tiny):
 
 
 def nearly(keys, tables, region, slots):
-    """Embed, but for one bit."""
+    """Embed with one wrong bit."""
     embed_on_device(keys, tables, region, slots)
     number = region[slots[0], -1, -1]
     number.copy_(torch.nextafter(number, torch.tensor(9.0)))
 
 
 def beside(keys, tables, region, slots):
-    """Embed, and write to a slot more."""
+    """Embed, and write to one slot too many."""
     embed_on_device(keys, tables, region, slots)
     region[1] = 1.0
 
@@ -58,7 +58,7 @@ def test_models_are_proven_with_the_kernel(tiny, name):
 
 
 def test_torch_needs_no_proof(llama, monkeypatch):
-    """By name; and on a CPU, whether or not Triton's interpreter is there."""
+    """By name; and on a CPU, with or without Triton's interpreter."""
     monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
     assert choose_rotation("torch", *llama) is None
     assert choose_rotation("auto", *llama) is None
@@ -72,8 +72,8 @@ def test_torch_needs_no_proof(llama, monkeypatch):
         (failing, "no such instruction"),
     ],
 )
-def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
-    """Named, it is an error in one line; else torch serves."""
+def test_an_unproven_kernel_is_not_used(llama, monkeypatch, kernel, reason):
+    """If it was named it is an error in one line; else torch is used."""
     monkeypatch.setattr(rotation_choice, "_kernel", lambda: kernel)
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_rotation("triton", *llama)
@@ -83,7 +83,7 @@ def test_what_is_not_proven_does_not_serve(llama, monkeypatch, kernel, reason):
 
 
 def test_both_ends_of_the_window_are_proven(llama, monkeypatch):
-    """A kernel that is wrong at late positions only is not taken."""
+    """A kernel that is wrong only at late positions is refused."""
     wrong_from = llama[0].context_window - 1
 
     def late(keys, tables, region, slots):
@@ -97,8 +97,8 @@ def test_both_ends_of_the_window_are_proven(llama, monkeypatch):
         choose_rotation("triton", *llama)
 
 
-def test_what_cannot_be_is_refused_with_the_reason(llama, tiny, monkeypatch):
-    """Keys behind a norm, keys that keep their position, a CPU, no Triton."""
+def test_impossible_choices_are_refused_with_the_reason(llama, tiny, monkeypatch):
+    """Keys behind a norm, keys without position, a CPU, no Triton."""
     loaded, calibration = llama
     normed = tiny("hunyuan")
     with pytest.raises(ConfigError, match="the model has no keys"):
@@ -115,8 +115,8 @@ def test_what_cannot_be_is_refused_with_the_reason(llama, tiny, monkeypatch):
         choose_rotation("triton", loaded, calibration)
 
 
-def test_who_has_nothing_to_embed_is_not_warned(tiny, monkeypatch):
-    """A model whose keys have no position, on a GPU."""
+def test_a_model_without_positions_causes_no_warning(tiny, monkeypatch):
+    """Its keys need no embedding, on a GPU."""
     monkeypatch.setattr(rotation_choice, "is_gpu", lambda _device: True)
     monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
     warned = []

@@ -1,4 +1,4 @@
-"""How many first tokens a model leans on is found by running it."""
+"""The number of attention sinks of a model is found by running it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ def leaning(sink_model):
     return loaded, calibrate(loaded)
 
 
-def test_a_model_that_leans_on_its_first_token_keeps_it(leaning):
-    """Without it the model predicts something else; more than four bring nothing."""
+def test_a_model_with_a_sink_keeps_it(leaning):
+    """Without it the predictions change; more than four do not help."""
     loaded, calibration = leaning
     assert find_sinks(loaded, calibration) == USUAL_SINKS
     token_ids = loaded.tokenizer(TEXT).input_ids[:240]
@@ -30,7 +30,7 @@ def test_a_model_that_leans_on_its_first_token_keeps_it(leaning):
     assert far[16] == pytest.approx(far[4], rel=0.5)
 
 
-def test_a_sink_is_found_where_it_stands(leaning):
+def test_a_sink_is_found_in_its_place(leaning):
     """A text that does not begin with it has none to lose."""
     loaded, calibration = leaning
     token_ids = loaded.tokenizer(TEXT).input_ids[1:240]
@@ -39,20 +39,20 @@ def test_a_sink_is_found_where_it_stands(leaning):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_the_shipped_model_leans_on_none(dtype):
-    """Nothing is kept for nothing."""
+def test_the_shipped_model_has_no_sink(dtype):
+    """No token is kept without need."""
     loaded = load_model(SHIPPED_MODEL, dtype)
     assert find_sinks(loaded, calibrate(loaded)) == 0
 
 
-def test_a_model_without_a_tokenizer_is_asked_by_ids(tiny):
-    """Any ids do: random weights lean on none."""
+def test_a_model_without_a_tokenizer_is_measured_with_ids(tiny):
+    """Any ids: random weights have no sinks."""
     model = tiny("llama")
     assert model.loaded.tokenizer is None
     assert find_sinks(model.loaded, model.calibration) == 0
 
 
-def test_words_that_the_model_does_not_know_are_left_out(tiny):
+def test_tokens_unknown_to_the_model_are_left_out(tiny):
     """A tokenizer may have more tokens than the model has embeddings."""
     model = tiny("llama")
     size = model.loaded.vocab_size
@@ -72,13 +72,13 @@ def test_every_mode_is_measured(tiny, name):
     assert found == USUAL_SINKS or model.calibration.positions == "decoupled"
 
 
-def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model):
-    """Distances are then what rounding makes of nothing, below zero as well."""
+def test_a_constant_model_needs_no_sinks(tiny_model):
+    """Distances are then rounding errors around zero."""
     loaded = load_model(tiny_model)
     calibration = calibrate(loaded)
     token_ids = loaded.tokenizer(TEXT).input_ids[:240]
     least = []
-    for seed in range(20):  # how it is rounded depends on the processor and its threads
+    for seed in range(20):  # rounding depends on the processor and its threads
         torch.manual_seed(seed)
         loaded.model.lm_head.weight.uniform_(-1e-5, 1e-5)
         least.append(min(sink_distances(loaded, calibration, token_ids)))
@@ -87,8 +87,8 @@ def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model
 
 
 @pytest.mark.parametrize("change", ["coupled", "short window", "no numbers"])
-def test_where_it_cannot_be_told_the_usual_number_stays(leaning, tiny_model, change):
-    """Rows that void each other, too few tokens, answers that are none."""
+def test_without_a_result_the_usual_number_is_used(leaning, tiny_model, change):
+    """Rows that void each other, too few tokens, answers that are NaN."""
     loaded, calibration = leaning
     if change == "coupled":
         assert find_sinks(loaded, replace(calibration, positions="coupled")) == USUAL_SINKS

@@ -1,4 +1,4 @@
-"""Calls of answers that are kept to what they may be, once they have begun; else nothing is."""
+"""Calls within answers are kept valid once they have begun; other text is free."""
 
 import json
 
@@ -29,7 +29,7 @@ SCHEMA = {
 LOOSE, STRICT = Tool("look_up", "", SCHEMA), Tool("go-on", "", SCHEMA, is_strict=True)
 TOOLS = (LOOSE, STRICT)
 _, BEGIN, SEPARATOR, _, _ = DEEPSEEK_MARKS
-# How each family begins a call, by the name of the tool.
+# How each family begins a call, with the name of the tool.
 HEADS = {
     "qwen": '<tool_call>\n{{"name": "{}", "arguments": ',
     "qwen_thinking": '<tool_call>{{"name":"{}","arguments":',
@@ -45,9 +45,9 @@ families = pytest.mark.parametrize("name", HEADS)
 
 
 class Rambler:
-    """A model of a family: it says what it is told to, and then anything.
+    """A model of a family with scripted text followed by random tokens.
 
-    It becomes the more eager to close what it opened the longer it talks.
+    Its tendency to close what it opened grows with its length.
     """
 
     def __init__(self, name):
@@ -74,7 +74,7 @@ class Rambler:
         return self.text.control.encode(text)
 
     def answer(self, grammar, told=(), seed=0, is_over=lambda _sampled: False, **params):
-        """Its tokens as they are sampled, without the one that ends the answer."""
+        """Return the sampled tokens, without the one that ends the answer."""
         rng = np.random.default_rng(seed)
         sampler = Sampler(SamplingParams(seed=seed, **params), self.ends, grammar)
         said = []
@@ -92,7 +92,7 @@ class Rambler:
         return said
 
     def pieces(self, sampled):
-        """The texts that tokens add to the answer, as clients get them."""
+        """Return the texts that tokens add to the answer, as clients get them."""
         detokenizer = Detokenizer(self.tokenizer, (), self.text.marks)
         return [detokenizer.push(each.token_id) for each in sampled]
 
@@ -104,8 +104,8 @@ def qwen():
 
 @families
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
-def test_what_begins_as_a_call_is_one(name, tool):
-    """Whatever the model would rather say: its arguments are an object, a strict tool's valid."""
+def test_a_call_that_has_begun_is_completed(name, tool):
+    """Its arguments are an object, valid for a strict tool, whatever the model prefers."""
     rambler = Rambler(name)
     told = rambler.ids(HEADS[name].format(tool.name) + "{")
     for seed in range(4):
@@ -131,14 +131,14 @@ def test_what_begins_as_a_call_is_one(name, tool):
         assert not call.is_cut
         if tool.is_strict:
             validate(call.values, SCHEMA)
-            # Who does not know that it is bound reads the same call.
+            # An unbound reader parses the same call.
             text = "".join(pieces) + "]" * (name == "mistral")
             plain = read_whole(rambler.text.tool_format.reader([tool.name]), text)
             assert [(each.name, each.values) for each in plain.calls] == [(call.name, call.values)]
 
 
 @families
-def test_a_model_that_does_not_call_says_what_it_would(name):
+def test_a_model_without_calls_is_not_affected(name):
     """Token by token, drawn and greedy, with penalties: nothing is masked."""
     rambler = Rambler(name)
     for seed, params in enumerate(
@@ -152,8 +152,8 @@ def test_a_model_that_does_not_call_says_what_it_would(name):
         assert len(free) > 3
 
 
-def test_calls_one_after_the_other(qwen):
-    """Between them the model says what it likes; each is kept to, and what follows is free."""
+def test_several_calls(qwen):
+    """Text between them is free; each is kept valid, and text behind them is free."""
     head = HEADS["qwen"].format("go-on")
     told = [
         *qwen.ids("I look. " + head + '{"a": 1'),
@@ -178,8 +178,8 @@ def test_calls_one_after_the_other(qwen):
         '<think>\n<tool_call>{"name": "go-on", "arguments": {"b": 1}}</tool_call> or so',
     ],
 )
-def test_what_is_no_call_of_a_tool_is_not_kept_to_anything(text):
-    """Words about calls, other tools, a name that comes too late, and what the model thinks."""
+def test_other_text_is_not_constrained(text):
+    """Text about calls, other tools, a name that comes too late, and thoughts."""
     rambler = Rambler("qwen3")
     grammar = rambler.bound()
     for token_id in rambler.ids(text):
@@ -188,7 +188,7 @@ def test_what_is_no_call_of_a_tool_is_not_kept_to_anything(text):
 
 
 def test_a_thought_that_the_prompt_began():
-    """What is in it is none; behind it is."""
+    """Calls in it do not count; behind it they do."""
     rambler = Rambler("qwen3_thinking")
     call = HEADS["qwen"].format("go-on") + "{"
     grammar = rambler.bound(begun="<think>")
@@ -198,16 +198,16 @@ def test_a_thought_that_the_prompt_began():
     assert not grammar.is_free
 
 
-class Told:
-    """Logits of a model that wants one token, and else another."""
+class BiasedRow:
+    """Logits of a model that prefers one token, and otherwise another."""
 
     def __init__(self, vocab_size, first, second):
         self.row = torch.zeros(vocab_size)
         self.row[first], self.row[second] = 9, 5
 
 
-def test_a_token_that_begins_a_call_as_it_may_not_is_not_chosen():
-    """As one that opens and closes the arguments at once, where the schema demands some."""
+def test_a_token_that_begins_a_call_wrongly_is_not_chosen():
+    """For example one that opens and closes the arguments, where the schema requires some."""
     rambler = Rambler("mistral_named")
     tokenizer = rambler.tokenizer
     tokenizer.add_tokens(["{}", '{"b"'])
@@ -227,7 +227,7 @@ def test_a_token_that_begins_a_call_as_it_may_not_is_not_chosen():
             sampler = Sampler(params, rambler.ends, grammar)
             for token_id in rambler.ids("é [TOOL_CALLS]" + tool.name + "[ARGS]"):
                 assert grammar.accept(token_id)
-            row = Told(rambler.vocab_size, first, second).row
+            row = BiasedRow(rambler.vocab_size, first, second).row
             assert sampler.sample(row, []).token_id == wanted
             assert grammar.is_free == (wanted == empty)
             if wanted == empty:
@@ -237,7 +237,7 @@ def test_a_token_that_begins_a_call_as_it_may_not_is_not_chosen():
 
 
 def test_a_token_that_ends_a_call_and_begins_the_next():
-    """In a list: it counts if the next one may begin so, and else the first one goes on."""
+    """In a list: it is allowed if the next one may begin so, else the first one continues."""
     rambler = Rambler("mistral")
     tokenizer = rambler.tokenizer
     both = [f'}}}}, {{"name": "{name}", "arguments": {{}}' for name in ("look_up", "go-on")]
@@ -257,16 +257,16 @@ def test_a_token_that_ends_a_call_and_begins_the_next():
     assert all(map(grammar.accept, rambler.ids("]")))
 
 
-def test_more_calls_than_are_wanted_are_kept_to_all_the_same(qwen):
-    """They are not shown, and the session goes on with what the model has said."""
+def test_surplus_calls_are_kept_valid_too(qwen):
+    """They are not shown, and the session keeps all generated tokens."""
     call = HEADS["qwen"].format("look_up") + "{}}\n</tool_call>"
     grammar = qwen.bound(most_calls=1)
     assert all(map(grammar.accept, qwen.ids(call + call[:-14])))
     assert grammar.is_in_call
 
 
-def test_halves_of_characters_are_no_trouble(qwen):
-    """Tokens of single bytes, within a call and without."""
+def test_parts_of_characters_are_handled(qwen):
+    """Tokens of single bytes, within a call and outside."""
     head = HEADS["qwen"].format("look_up")
     grammar = qwen.bound()
     for token_id in qwen.ids("漢é <tool" + head + '{"é漢": "漢 🙂"'):
@@ -277,8 +277,8 @@ def test_halves_of_characters_are_no_trouble(qwen):
     assert grammar.is_in_call
 
 
-def test_a_schema_that_no_grammar_has_is_refused_where_it_is_strict(qwen):
-    """Of others it does not count."""
+def test_a_strict_schema_without_a_grammar_is_refused(qwen):
+    """Schemas of other tools do not matter."""
     schema = {**SCHEMA, "propertyNames": {"maxLength": 1}}
     assert qwen.bound((Tool("a", "", schema),)).is_free
     with pytest.raises(InvalidGrammarError):
@@ -289,8 +289,8 @@ def test_a_schema_that_no_grammar_has_is_refused_where_it_is_strict(qwen):
         qwen.bound((Tool("a", "", long, is_strict=True),))
 
 
-def test_what_was_compiled_is_kept(qwen):
-    """For the turns that follow, as much as there may be."""
+def test_compiled_grammars_are_cached(qwen):
+    """For later turns, up to a limit."""
     qwen.bound()
     before = list(qwen.grammars._cache)
     qwen.bound()
@@ -302,7 +302,7 @@ def test_what_was_compiled_is_kept(qwen):
     assert json.dumps({"const": 0}) not in "".join(qwen.grammars._cache)
 
 
-def test_a_model_that_can_have_no_grammars_says_so(qwen):
-    """So that nobody relies on them."""
+def test_a_model_without_grammars_is_reported(qwen):
+    """So that no client relies on them."""
     assert qwen.grammars.problem == ""
     assert "no end-of-turn token" in Grammars(qwen.tokenizer, qwen.vocab_size, frozenset()).problem

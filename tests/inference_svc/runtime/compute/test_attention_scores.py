@@ -1,4 +1,4 @@
-"""Scores are the sums of the weights that plain attention computes, however the steps are cut."""
+"""Scores are the sums of plain attention weights, however the steps are cut."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_sums_equal_eager_attention(tiny, name, sizes):
     torch.testing.assert_close(torch.tensor(window.scores()), expected, **CLOSE)
 
 
-def test_a_model_may_attend_once_in_a_step():
+def test_a_model_may_attend_once_per_step():
     """Its next call is the next step's."""
     every = ScoreKeeper("accumulated", 0, 5)
     query, keys = torch.randn(4, 5, 8), torch.randn(2, 5, 8)
@@ -79,8 +79,8 @@ def test_long_chunks_are_scored_in_tiles(tiny):
     torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
 
 
-def test_sequences_of_a_batch_are_scored_apart(tiny):
-    """A ragged batch, one of its sequences without a keeper: each has its own sums."""
+def test_sequences_of_a_batch_have_separate_scores(tiny):
+    """In a ragged batch with one sequence without a keeper."""
     model = tiny("llama")
     parts = [(tokens(seed, 30 + seed), model.new_kv(40)) for seed in range(3)]
     keepers = [ScoreKeeper("accumulated", 0, 40), None, ScoreKeeper("window", 4, 32)]
@@ -99,7 +99,7 @@ def test_sequences_of_a_batch_are_scored_apart(tiny):
 
 
 @pytest.mark.parametrize("needs", ["window", "accumulated"])
-def test_a_step_that_failed_counts_nothing(tiny, needs):
+def test_a_failed_step_counts_nothing(tiny, needs):
     """Steps that are not committed leave no trace, and a query that is repeated counts once."""
     model = tiny("llama")
     token_ids = tokens(3, NUM_TOKENS)
@@ -115,8 +115,8 @@ def test_a_step_that_failed_counts_nothing(tiny, needs):
     assert again.scores() == pytest.approx(once.scores(), rel=1e-4)
 
 
-def test_history_that_was_loaded_is_scored_by_new_queries(tiny):
-    """Queries of a turn that begins behind a history are all that counts."""
+def test_loaded_history_is_scored_by_new_queries(tiny):
+    """Only queries of the new turn count."""
     model = tiny("llama")
     token_ids = tokens(4, NUM_TOKENS)
     kv = model.new_kv(NUM_TOKENS)
@@ -127,7 +127,7 @@ def test_history_that_was_loaded_is_scored_by_new_queries(tiny):
     torch.testing.assert_close(torch.tensor(every.scores()), expected, **CLOSE)
 
 
-def test_a_discard_of_what_was_not_seen_changes_nothing(tiny):
+def test_a_discard_of_unseen_tokens_changes_nothing(tiny):
     """Neither what is counted so far nor what comes."""
     model = tiny("llama")
     token_ids = tokens(4, NUM_TOKENS)
@@ -141,8 +141,8 @@ def test_a_discard_of_what_was_not_seen_changes_nothing(tiny):
     assert cut.scores() == plain.scores()
 
 
-def test_there_are_no_scores_before_the_prompt_is_computed(tiny):
-    """A window has no queries yet; nothing has been seen at all."""
+def test_before_the_prompt_is_computed_there_are_no_scores(tiny):
+    """A window has no queries yet."""
     model = tiny("llama")
     assert keeper("accumulated").scores() is None
     window = keeper("window")
@@ -152,7 +152,7 @@ def test_there_are_no_scores_before_the_prompt_is_computed(tiny):
 
 @pytest.mark.parametrize("needs", ["window", "accumulated"])
 def test_scores_follow_a_discard(tiny, needs):
-    """Dropped rows take their scores along; later queries add to the rows that moved."""
+    """Dropped rows lose their scores; later queries add to moved rows."""
     model = tiny("llama")
     each, ranges = keeper(needs), ((5, 9), (20, 30))
     feed(model, model.new_kv(NUM_TOKENS), each, tokens(6, NUM_TOKENS), [52])
@@ -167,8 +167,8 @@ def test_scores_follow_a_discard(tiny, needs):
     assert sum(after) - sum(before) == pytest.approx(0 if needs == "window" else 8, rel=1e-4)
 
 
-def test_policies_get_the_keeper_they_need():
-    """None for a policy that goes by positions."""
+def test_policies_get_their_keeper():
+    """None for a policy that uses positions only."""
     assert keeper_for("nothing", 0, 10) is None
     assert keeper_for("window", 4, 10).scores() is None
 
@@ -181,7 +181,7 @@ def test_policies_get_the_keeper_they_need():
         AttentionOptions(window=20, softcap=3.0, sinks=torch.tensor([0.0, 1, 2, 3]), scale=0.3),
     ],
 )
-def test_weights_are_those_of_the_plain_formula(options):
+def test_weights_equal_the_plain_formula(options):
     """Chunks, windows, softcaps, sinks and scales, alone and together, over several tiles."""
     generator = torch.Generator().manual_seed(8)
     query, keys = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, 150), (2, 180)))
@@ -199,8 +199,8 @@ def test_weights_are_those_of_the_plain_formula(options):
     torch.testing.assert_close(sums, expected, **CLOSE)
 
 
-def test_tiles_are_as_small_as_their_bound_asks(monkeypatch):
-    """A token at a time where more is too much; what is added up is the same."""
+def test_tiles_respect_their_size_limit(monkeypatch):
+    """Down to a single token; the sums are the same."""
     generator = torch.Generator().manual_seed(8)
     query, keys = (torch.randn(n, 12, 8, generator=generator) for n in (4, 2))
     expected = torch.zeros(12)

@@ -1,4 +1,4 @@
-"""Replayed decode steps: the numbers of those that are computed, for the steps that they fit."""
+"""Replayed decode steps: equal to computed ones, for the steps that fit."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import MOST_TOKENS, StepShape, step_shapes
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
-from tests.paged_steps import PagedSteps, decoded, kept
+from tests.paged_steps import PagedSteps, decode_each, kept_contents
 from tests.recorded_graph import RecordedGraphs
 from tests.simulated_device import RaceError, SimulatedDevice
 
@@ -26,7 +26,7 @@ def steps(tiny):
 
 
 def sequences_of(steps):
-    """Sequences of three lengths, the last of which is not going to be stored."""
+    """Make sequences of three lengths, the last of which will not be stored."""
     return [
         steps.sequence(list(text), CAPACITY, is_stored=number < 2)
         for number, text in enumerate(TEXTS)
@@ -34,22 +34,22 @@ def sequences_of(steps):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-def test_a_replayed_step_is_the_computed_one(tiny, name):
+def test_a_replayed_step_equals_the_computed_one(tiny, name):
     """To the bit, in logits, working KV and write buffers, over page ends and from 24 tokens on."""
     steps = PagedSteps(tiny(name).loaded, tiny(name).calibration)
     replaying = steps.replaying(RecordedGraphs(), SHAPES)
     ours, theirs = sequences_of(steps), sequences_of(steps)
     for number in range(8):
         token_ids = [60 + number, 70 + number, 80 + number]
-        logits = decoded(replaying, ours, token_ids)
-        assert torch.equal(logits, decoded(steps.runner, theirs, token_ids))
+        logits = decode_each(replaying, ours, token_ids)
+        assert torch.equal(logits, decode_each(steps.runner, theirs, token_ids))
     assert replaying.num_replayed == 8
-    for one, other in zip(kept(ours), kept(theirs), strict=True):
+    for one, other in zip(kept_contents(ours), kept_contents(theirs), strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_step_takes_the_smallest_shape_that_it_fits(steps):
-    """In sequences and in tokens; where it fits none it is computed."""
+def test_a_step_uses_the_smallest_fitting_shape(steps):
+    """In sequences and in tokens; if none fits it is computed."""
     capture = RecordedGraphs()
     replaying = steps.replaying(capture, SHAPES)
     sequences = sequences_of(steps)
@@ -59,18 +59,18 @@ def test_a_step_takes_the_smallest_shape_that_it_fits(steps):
         chosen.append(replaying.graphs.shape_of(chunks))
         replaying.step(chunks)
     small, middle, large = StepShape(1, 24), StepShape(3, 24), StepShape(3, 64)
-    # The first sequence had 22 tokens, and in the third step reaches beyond 24.
+    # The first sequence has 22 tokens, and goes beyond 24 in the third step.
     assert chosen == [small, middle, large, None, None, None]
     assert replaying.num_replayed == capture.num_replayed == 3
 
 
-def test_rows_without_a_sequence_touch_nothing(steps):
-    """They write to memory that is nobody's, and a step with them answers as without."""
+def test_rows_without_a_sequence_have_no_effect(steps):
+    """They write to the spare page; other rows' results are the same."""
     replaying = steps.replaying(RecordedGraphs(), [StepShape(3, 64)])
     ours, theirs = sequences_of(steps)[:2], sequences_of(steps)[:2]
     on_pages, in_ring = steps.everything()
     before = [layer.clone() for layer in (*on_pages, *in_ring)]
-    logits = decoded(replaying, ours, [7, 8])
+    logits = decode_each(replaying, ours, [7, 8])
     slots = [kv.table.slot_of(kv.num_tokens - 1) for kv, _ in ours]
     write_slots = [buffer.slots_of(buffer.end_token - 1, 1)[0] for _, buffer in ours]
     spare = steps.pool.spare_kv().table.slot_of(0), steps.ring.num_slots
@@ -79,7 +79,7 @@ def test_rows_without_a_sequence_touch_nothing(steps):
         changed = (layer != old).flatten(1).any(1).nonzero().flatten().tolist()
         assert set(changed) - {spare[is_ring]} == set(write_slots if is_ring else slots)
     assert replaying.num_replayed == 1
-    torch.testing.assert_close(logits, decoded(steps.runner, theirs, [7, 8]))
+    torch.testing.assert_close(logits, decode_each(steps.runner, theirs, [7, 8]))
 
 
 def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
@@ -92,7 +92,7 @@ def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
     device.own(in_ring[0])
     clock = StepClock(2, torch.device("cpu"))
     with device.running():
-        decoded(replaying, sequences, [7, 8, 9], clock)
+        decode_each(replaying, sequences, [7, 8, 9], clock)
     clock.wait(1, 0.0)
     buffer = sequences[0][1]
     new = buffer.places(buffer.end_token - 1, 1)
@@ -106,7 +106,7 @@ def test_saves_may_follow_a_replayed_step(steps, monkeypatch):
 
 
 def unusual(steps, chunk):
-    """The same chunk, but for one thing."""
+    """Return the same chunk with one change."""
     other = PagedSteps(*steps.model)
     _, elsewhere = other.sequence([5, 6, 7], CAPACITY)
     gated = steps.sequence([5, 6, 7], CAPACITY)[0]
@@ -125,8 +125,8 @@ def unusual(steps, chunk):
     }
 
 
-def test_what_is_unusual_is_computed(steps):
-    """One sequence of a step is enough."""
+def test_unusual_chunks_are_computed(steps):
+    """One in a step is enough."""
     step = steps.step(SHAPES)
     chunks = [Chunk(kv, [9], True, buffer) for kv, buffer in sequences_of(steps)]
     others = unusual(steps, chunks[0])
@@ -135,31 +135,31 @@ def test_what_is_unusual_is_computed(steps):
 
 
 def test_without_a_write_ring_nothing_is_buffered(tiny):
-    """As where nothing is saved; who has a buffer all the same is computed."""
+    """Nothing is saved there; a sequence with a buffer all the same is computed."""
     steps = PagedSteps(tiny("llama").loaded, tiny("llama").calibration, write_slots=0)
     replaying = steps.replaying(RecordedGraphs(), [StepShape(1, 64)])
     ours, theirs = (steps.sequence([5, 6, 7], CAPACITY, is_stored=False) for _ in range(2))
-    logits = decoded(replaying, [ours], [9])
-    assert torch.equal(logits, decoded(steps.runner, [theirs], [9]))
+    logits = decode_each(replaying, [ours], [9])
+    assert torch.equal(logits, decode_each(steps.runner, [theirs], [9]))
     assert replaying.num_replayed == 1
     buffer = steps.pool.new_write_buffer(4, 4)
-    decoded(replaying, [(ours[0], buffer)], [9])
+    decode_each(replaying, [(ours[0], buffer)], [9])
     assert (replaying.num_replayed, buffer.end_token) == (1, 5)
 
 
 def test_a_buffer_takes_tokens_from_its_first_on(steps):
-    """Of those before nothing is stored."""
+    """Earlier tokens are not stored."""
     replaying = steps.replaying(RecordedGraphs(), [StepShape(1, 64)])
     kv, _ = steps.sequence([5, 6, 7], CAPACITY, is_stored=False)
     buffer = steps.ring.lend(4, 4)
     steps.ring.extend(buffer, 6)
     _, in_ring = steps.everything()
     before = [layer[buffer.slots].clone() for layer in in_ring]
-    decoded(replaying, [(kv, buffer)], [9])
+    decode_each(replaying, [(kv, buffer)], [9])
     assert (replaying.num_replayed, buffer.end_token) == (1, 4)
     for layer, old in zip(in_ring, before, strict=True):
         assert torch.equal(layer[buffer.slots], old)
-    decoded(replaying, [(kv, buffer)], [9])
+    decode_each(replaying, [(kv, buffer)], [9])
     assert (replaying.num_replayed, buffer.end_token) == (2, 5)
 
 
@@ -173,14 +173,14 @@ def test_a_buffer_takes_tokens_from_its_first_on(steps):
         (1024, 9, [1, 2, 4, *(8 << n for n in range(8)), *(12 << n for n in range(7))], [9]),
     ],
 )
-def test_shapes_are_few_and_reach_as_far_as_steps_do(most_rows, window, rows, reaches):
-    """Of rows a few are empty, and all fit the most; the largest come first."""
+def test_shapes_are_few_and_cover_all_steps(most_rows, window, rows, reaches):
+    """Few rows are empty, and the largest shape fits every step; it comes first."""
     shapes = step_shapes(most_rows, window)
     assert shapes == sorted(shapes, reverse=True)
     assert set(shapes) == {StepShape(size, reach) for size in rows for reach in reaches}
 
 
-def test_no_shape_takes_more_memory_than_a_step_is_worth():
+def test_the_memory_of_shapes_is_limited():
     """Long sequences are replayed alone, not in large batches."""
     shapes = step_shapes(64, MOST_TOKENS)
     assert StepShape(1, MOST_TOKENS) in shapes

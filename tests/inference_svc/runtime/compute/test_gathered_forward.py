@@ -1,4 +1,4 @@
-"""Steps over latents: whose keys and values are made, and that answers are the model's."""
+"""Steps over latents: which are expanded, and that results are the model's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MODELS = ["deepseek-v3", "deepseek-v32"]
 
 @pytest.fixture
 def expanded(tiny):
-    """Returns a function that runs a step; returns tokens expanded by each layer, and logits."""
+    """Return a function that runs a step; it returns tokens expanded by each layer, and logits."""
 
     def run(name, chunks):
         model, sizes = tiny(name), []
@@ -33,7 +33,7 @@ def expanded(tiny):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_new_prompts_are_expanded(tiny, expanded, name):
-    """Answers and drafts are not, beside a prompt that is; none of all: one token, not used."""
+    """Answers and drafts are not; without a prompt one unused token is."""
     model = tiny(name)
     texts = [tokens(1, 30), tokens(2, 20), tokens(3, 9)]
     kvs = [model.new_kv(40) for _ in texts]
@@ -55,8 +55,8 @@ def test_only_new_prompts_are_expanded(tiny, expanded, name):
     torch.testing.assert_close(logits[0], model.stock_logits([*texts[2], 7])[-1], **CLOSE)
 
 
-def test_what_is_longer_than_what_is_chosen_is_expanded_once_at_most(tiny, expanded):
-    """The first layer tells how many are chosen (4); what it was given is not used."""
+def test_sequences_longer_than_the_choice_are_expanded_at_most_once(tiny, expanded):
+    """The first layer shows how many tokens are chosen (4); its expansion is not used."""
     model = tiny("deepseek-v32")
     texts = [tokens(4, 12), tokens(5, 4)]
     chunks = [Chunk(model.new_kv(16), text, want_logits=True, want_all=True) for text in texts]
@@ -66,8 +66,8 @@ def test_what_is_longer_than_what_is_chosen_is_expanded_once_at_most(tiny, expan
     torch.testing.assert_close(logits, expected, **CLOSE)
 
 
-def test_scores_are_the_same_whichever_way_a_step_took(tiny, expanded):
-    """A window of queries of which some were computed over latents, and some over keys."""
+def test_scores_do_not_depend_on_the_steps_path(tiny, expanded):
+    """Some of a window's queries were computed over latents, and some over keys."""
     model, text = tiny("deepseek-v3"), tokens(6, 20)
     keeper, kv = ScoreKeeper("window", 16, 20), model.new_kv(20)
     ways = []

@@ -1,4 +1,4 @@
-"""Answers that are kept within a grammar, whatever the model would rather say."""
+"""Answers are kept valid for a grammar, whatever the model prefers."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ CLOSING = ('"', "}", "]", '"}', '"]', ",", ":")
 
 
 class Rambler:
-    """A model that says anything, and becomes the more eager to end the longer it talks."""
+    """A model with random answers, whose tendency to end grows with their length."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -39,7 +39,7 @@ class Rambler:
         self._closing = np.array([text in CLOSING for text in texts])
 
     def answer(self, grammar, seed=0, num_more=0, **sampling):
-        """What it says; None if it does not come to an end. Its logits may be more than tokens."""
+        """Return its answer; None if it does not end. Its logits may have padding."""
         rng = np.random.default_rng(seed)
         params = SamplingParams(seed=seed, grammar=grammar, **sampling)
         sampler = Sampler(params, self.eos_ids, self.grammars.compile(grammar))
@@ -73,10 +73,10 @@ def schemas():
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_every_schema_is_kept_to(rambler, way, every):
-    """Of a public test set: each answer is valid JSON, and valid by its schema.
+def test_answers_are_valid_for_every_schema(rambler, way, every):
+    """Of a public test set: each answer is valid JSON, and valid for its schema.
 
-    Each way of sampling has a ninth of them, or all.
+    Each sampling method has a ninth of them, or all.
     """
     rows, sampling = schemas(), WAYS[way]
     assert len(rows) > 200
@@ -86,22 +86,22 @@ def test_every_schema_is_kept_to(rambler, way, every):
         validator_for(row["schema"])(row["schema"]).validate(json.loads(text))
 
 
-def test_a_regular_expression_is_kept_to(rambler):
-    """All of it: from the first character to the last."""
+def test_answers_match_a_regular_expression(rambler):
+    """Completely."""
     grammar = Grammar(GrammarKind.REGEX, r"[a-f]{3,9}-(é|漢)+\.")
     for seed in range(20):
         assert re.fullmatch(grammar.source, rambler.answer(grammar, seed))
 
 
 def test_one_of_several_texts(rambler):
-    """Whatever is in them; each of them can be."""
+    """With any characters; each of them is possible."""
     choices = ["yes", "no", 'a "quoted" \\ word', "two\nlines"]
     said = {rambler.answer(choice_grammar(choices), seed) for seed in range(60)}
     assert said == set(choices)
 
 
-def test_a_grammar_with_a_stack(rambler):
-    """What no regular expression can say."""
+def test_a_context_free_grammar(rambler):
+    """It cannot be a regular expression."""
     grammar = Grammar(GrammarKind.LARK, 'start: "(" start ")" | "x"')
     for seed in range(10):
         text = rambler.answer(grammar, seed)
@@ -109,8 +109,8 @@ def test_a_grammar_with_a_stack(rambler):
         assert text == "(" * depth + "x" + ")" * depth
 
 
-def test_blanks_are_bounded(rambler):
-    """A model that likes nothing better could write them for ever."""
+def test_the_number_of_blanks_is_limited(rambler):
+    """A model could write them for ever."""
     grammar = schema_grammar({"type": "array", "items": {"type": "null"}, "minItems": 2})
     matcher = rambler.grammars.compile(grammar)
     blank_id = rambler.tokenizer(" ", add_special_tokens=False).input_ids[-1]
@@ -127,7 +127,7 @@ def test_blanks_are_bounded(rambler):
     assert num_blanks == MAX_BLANKS
 
 
-def test_logits_of_no_token_are_never_chosen(rambler):
+def test_padding_logits_are_never_chosen(rambler):
     """Models pad their rows of logits."""
     grammar = schema_grammar({"type": "object"})
     for seed in range(5):
@@ -152,8 +152,8 @@ def test_logits_of_no_token_are_never_chosen(rambler):
         ),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused(rambler, grammar, said):
-    """With what is wrong, in one line: nothing is kept to in part."""
+def test_unsupported_grammars_are_refused(rambler, grammar, said):
+    """In one line; none is applied in part."""
     with pytest.raises(InvalidGrammarError, match=said) as refused:
         rambler.grammars.compile(grammar)
     assert "\n" not in str(refused.value)
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_end_has_no_grammars(rambler):
 
 
 class NotedMatcher:
-    """llguidance's, which notes the threads that find masks; it fails once it is told to."""
+    """llguidance's matcher, recording the threads that compute masks; it fails on request."""
 
     def __init__(self, matcher):
         self._matcher = matcher
@@ -210,12 +210,12 @@ def thread():
 
 
 def number_grammar(rambler, thread=None):
-    """That of a number of nine digits, or fewer."""
+    """Return a grammar of numbers with at most nine digits."""
     made = rambler.grammars.compile(Grammar(GrammarKind.REGEX, "[1-9][0-9]{0,8}"))
     return AnswerGrammar(NotedMatcher(made._matcher), made._vocabulary, thread)
 
 
-def masked(rambler, grammar):
+def mask_of(rambler, grammar):
     logits = np.zeros(rambler.vocab_size, np.float32)
     grammar.mask(logits)
     return np.isneginf(logits)
@@ -225,49 +225,49 @@ def digit_id(rambler, digit):
     return rambler.tokenizer.convert_tokens_to_ids(digit)
 
 
-def test_a_mask_that_was_begun_is_that_of_the_state_it_is_taken_in(rambler, thread):
-    """Whether it was found in time, begun twice, never had, or is wanted once more."""
+def test_a_prepared_mask_fits_the_state_of_its_use(rambler, thread):
+    """Whether it is ready in time, prepared twice, not at all, or used again."""
     plain, ahead = number_grammar(rambler), number_grammar(rambler, thread)
     for step, digit in enumerate("12345"):
         ahead.start_mask()
         if step % 2:
-            thread.submit(int).result()  # what was begun before has been found
+            thread.submit(int).result()  # earlier preparations have ended
         if step == 2:
             ahead.start_mask()  # a step that is repeated
         if step != 3:
-            assert (masked(rambler, ahead) == masked(rambler, plain)).all()
+            assert (mask_of(rambler, ahead) == mask_of(rambler, plain)).all()
         if step == 4:
-            assert (masked(rambler, ahead) == masked(rambler, plain)).all()
+            assert (mask_of(rambler, ahead) == mask_of(rambler, plain)).all()
         for grammar in plain, ahead:
             grammar.accept(digit_id(rambler, digit))
     ahead.start_mask()
     for grammar in plain, ahead:
         for _ in range(5):
             grammar.undo_accept()
-    assert (masked(rambler, ahead) == masked(rambler, plain)).all()
-    assert masked(rambler, ahead)[digit_id(rambler, "0")]
+    assert (mask_of(rambler, ahead) == mask_of(rambler, plain)).all()
+    assert mask_of(rambler, ahead)[digit_id(rambler, "0")]
 
 
-def test_masks_are_found_on_their_thread(rambler, thread):
-    """A step that is repeated has that of the first try; drafts, and what waits, go without."""
+def test_masks_are_computed_on_their_thread(rambler, thread):
+    """A repeated step uses the first mask; drafts, and waiting turns, prepare none."""
     grammar = number_grammar(rambler, thread)
     for _ in range(2):
         grammar.start_mask()
         thread.submit(int).result()
-    masked(rambler, grammar)
+    mask_of(rambler, grammar)
     assert grammar._matcher.names == ["masks_0"]
     has_begun, may_go_on = threading.Event(), threading.Event()
     thread.submit(lambda: (has_begun.set(), may_go_on.wait()))
     has_begun.wait()
     grammar.start_mask()
-    masked(rambler, grammar)
+    mask_of(rambler, grammar)
     may_go_on.set()
     thread.submit(int).result()
     assert grammar._matcher.names == ["masks_0", threading.current_thread().name]
 
 
-def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
-    """Where its logits are sampled; whatever else is computed beside it goes on."""
+def test_a_failing_mask_is_the_turns_error(rambler, thread):
+    """When its logits are sampled; other turns of the step continue."""
     grammar = number_grammar(rambler, thread)
     sampler = Sampler(SamplingParams(), rambler.eos_ids, grammar)
     grammar._matcher.fails = True
@@ -279,8 +279,8 @@ def test_a_mask_that_fails_is_the_turns_error(rambler, thread):
 
 
 @pytest.mark.parametrize("overlap_tokens", [0, 10**6])
-def test_an_answer_is_the_same_wherever_its_masks_are_found(rambler, overlap_tokens):
-    """Also of several tokens a step, as drafts have them: only the first one's is begun."""
+def test_an_answer_does_not_depend_on_where_masks_are_computed(rambler, overlap_tokens):
+    """Also with several tokens per step, as with drafts: only the first one's is prepared."""
     grammars = Grammars(rambler.tokenizer, rambler.vocab_size, rambler.eos_ids, overlap_tokens)
     grammar = schema_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 3})
     params = SamplingParams(seed=3, temperature=1.0)

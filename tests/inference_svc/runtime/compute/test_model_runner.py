@@ -1,4 +1,4 @@
-"""Forwards over sequences' KV give the stock model's logits, whatever the batch looks like."""
+"""Forwards over sequences' KV give the stock model's logits, for any batch."""
 
 import random
 
@@ -51,7 +51,7 @@ ARCHITECTURES = (
 )
 WITH_STATES = ("lfm2", "mamba", "qwen3-next", "qwen4-exp", "recurrent-gemma", "deepseek-v4")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-# Their scans and their decoding round differently: the stock models are as far off themselves.
+# Their scans and their decoding round differently: so do the stock models' own.
 CLOSE_OF = {"mamba": {"rtol": 1e-3, "atol": 1e-4}, "recurrent-gemma": {"rtol": 1e-5, "atol": 3e-5}}
 
 
@@ -60,7 +60,7 @@ def tokens(seed, length):
     return torch.randint(3, 97, (length,), generator=generator).tolist()
 
 
-def stored_and_loaded(model, make_arena, rows, buffer, num_tokens):
+def store_and_load(model, make_arena, rows, buffer, num_tokens):
     """Return a new sequence KV that was loaded from what the write buffer holds."""
     block_tokens = model.calibration.layout.block_tokens
     blocks = [
@@ -102,7 +102,7 @@ def test_chunks_and_decode_equal_stock(tiny, name):
 
 @pytest.mark.parametrize("name", sampled(ARCHITECTURES, 12, seed=2))
 def test_ragged_batch_equals_stock(tiny, name):
-    """Sequences in prefill and in decode, of different lengths, do not disturb each other."""
+    """Sequences in prefill and in decode, of different lengths, do not affect each other."""
     model = tiny(name)
     runner = model.runner
     long, middle, fresh = tokens(2, 50), tokens(3, 21), tokens(4, 9)
@@ -126,8 +126,8 @@ def test_ragged_batch_equals_stock(tiny, name):
         )
 
 
-def test_only_wanted_logits_come_back(tiny):
-    """Chunks that want no logits have none, down to an empty answer."""
+def test_only_requested_logits_are_returned(tiny):
+    """Chunks that want none have none; the result may be empty."""
     model = tiny("llama")
     runner, kvs = model.runner, [model.new_kv(8) for _ in range(2)]
     assert runner.step([Chunk(kv, [5, 6], want_logits=False) for kv in kvs]).shape == (0, 97)
@@ -165,7 +165,7 @@ def test_failed_step_leaves_sequence_kvs_as_they_were(tiny):
     torch.testing.assert_close(logits[0], model.stock_logits(token_ids)[-1], **CLOSE)
 
 
-def test_overfull_chunk_is_a_broken_invariant(tiny):
+def test_an_overfull_chunk_violates_an_invariant(tiny):
     """A chunk that does not fit its KV or buffer, or KV used twice, is the caller's bug."""
     model = tiny("llama")
     runner, kv = model.runner, model.new_kv(4)
@@ -218,7 +218,7 @@ def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, posit
         model.runner.step([Chunk(kv, new, want_logits=False, write_buffer=buffer)])
         begin += size
     assert buffer.end_token == 30
-    again = stored_and_loaded(model, make_arena, rows, buffer, 30)
+    again = store_and_load(model, make_arena, rows, buffer, 30)
     for layer_index, recipe in enumerate(model.calibration.layers):
         for ours, theirs in zip(kv.components, again.components, strict=True):
             assert torch.equal(ours[layer_index][:, :, :30], theirs[layer_index][:, :, :30])
@@ -232,7 +232,7 @@ def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, posit
 
 
 def test_write_buffer_takes_tokens_from_its_first_on(tiny):
-    """Tokens before a buffer's first are not written; in the batch others write all or nothing."""
+    """Earlier tokens are not written; other sequences of the batch write all or nothing."""
     model = tiny("llama")
     token_ids = tokens(10, 20)
     kvs = [model.new_kv(20) for _ in range(3)]
@@ -254,7 +254,7 @@ def test_write_buffer_takes_tokens_from_its_first_on(tiny):
 
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_sequences_with_states_do_not_mix(tiny, name):
-    """In batches of chunks of any sizes, in any order, of sequences that begin at other times."""
+    """In batches of chunks of any sizes and order."""
     model, draw = tiny(name), random.Random(7)  # noqa: S311
     given = {model.new_kv(40): tokens(seed, draw.randint(9, 40)) for seed in range(5)}
     logits = {kv: [] for kv in given}
@@ -274,8 +274,8 @@ def test_sequences_with_states_do_not_mix(tiny, name):
 
 
 @pytest.mark.parametrize("sizes", [[24], [7, 1, 1, 15], [1] * 24])
-def test_what_is_made_of_the_last_tokens_goes_on_behind_a_chunk(tiny, sizes):
-    """N-grams begin anew behind an end of text, wherever chunks end; in another sequence, too."""
+def test_functions_of_the_last_tokens_continue_behind_a_chunk(tiny, sizes):
+    """N-grams start over behind an end of text, wherever chunks end."""
     model = tiny("qwen4-exp")
     end_of_text = model.loaded.model.config.eos_token_id
     given = [tokens(8, 24), tokens(9, 24)]
@@ -293,7 +293,7 @@ def test_what_is_made_of_the_last_tokens_goes_on_behind_a_chunk(tiny, sizes):
 
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
-    """Of every sequence, whichever it failed of."""
+    """Of every sequence, whichever caused the failure."""
     model = tiny(name)
     first, second = model.new_kv(40), model.new_kv(40)
     given = {first: tokens(3, 30), second: tokens(4, 20)}
@@ -317,8 +317,8 @@ def test_a_failed_step_leaves_states_as_they_were(tiny, monkeypatch, name):
         torch.testing.assert_close(found, expected, **CLOSE_OF.get(name, CLOSE))
 
 
-def test_a_state_is_read_once_the_gate_lets_it(tiny):
-    """A forward over a sequence whose load fails raises what the load failed of."""
+def test_a_state_is_read_after_its_gate_has_opened(tiny):
+    """A forward over a sequence with a failed load raises the load's error."""
     model = tiny("qwen3-next")
     kv, token_ids = model.new_kv(40), tokens(3, 12)
     model.runner.step([Chunk(kv, token_ids, True)])
@@ -328,8 +328,8 @@ def test_a_state_is_read_once_the_gate_lets_it(tiny):
         model.runner.step([Chunk(kv, token_ids, True)])
 
 
-def test_the_state_of_another_position_is_not_gone_on_from(tiny):
-    """KV that was cut behind the state's back, or whose load brought none."""
+def test_a_state_of_another_position_is_not_used(tiny):
+    """The KV was cut without the state, or its load brought none."""
     model = tiny("lfm2")
     kv, token_ids = model.new_kv(40), tokens(3, 12)
     model.runner.step([Chunk(kv, token_ids, True)])

@@ -1,4 +1,4 @@
-"""What the modes beyond ragged do on their own: gathered rows, masks, one forward per sequence."""
+"""The other modes' own work: gathered rows, masks, one forward per sequence."""
 
 from dataclasses import replace
 
@@ -51,8 +51,8 @@ def count_forwards(model, chunks, clock=None):
         ("mamba", [9]),
     ],
 )
-def test_a_step_is_as_few_forwards_as_the_mode_allows(tiny, name, sizes):
-    """All sequences in one forward; one at a time only where the model counts for itself."""
+def test_a_step_needs_the_fewest_forwards_that_its_mode_allows(tiny, name, sizes):
+    """All sequences in one; one at a time only if the model counts positions itself."""
     model = tiny(name)
     kvs = [model.new_kv(8) for _ in range(3)]
     chunks = [
@@ -66,7 +66,7 @@ def test_a_step_is_as_few_forwards_as_the_mode_allows(tiny, name, sizes):
 
 
 def test_masked_forwards_hold_a_window_of_rows_at_most(tiny):
-    """Masks and what models keep per position are bounded by the context window."""
+    """Masks and the model's tables are limited by the context window."""
     model = tiny("mpt")
     histories = [tokens(seed, 80) for seed in range(3)]  # 192 positions: two of three fit
     kvs = [model.new_kv(96) for _ in histories]
@@ -80,7 +80,7 @@ def test_masked_forwards_hold_a_window_of_rows_at_most(tiny):
 
 
 def test_the_clock_follows_the_last_forward(tiny):
-    """With one forward per sequence, a layer's rows of all are there when the clock opens it."""
+    """With one forward per sequence, the clock opens a layer after all sequences' rows."""
     model = tiny("bloom")
     kvs, buffers = ([make(8) for _ in range(2)] for make in (model.new_kv, model.new_buffer))
     for buffer in buffers:
@@ -104,7 +104,7 @@ def test_the_clock_follows_the_last_forward(tiny):
     assert [kv.num_tokens for kv in kvs] == [3, 3]
 
 
-def test_a_forward_that_fails_undoes_those_before_it(tiny):
+def test_a_failing_forward_undoes_earlier_ones(tiny):
     """If the second sequence's forward fails, the first one's counters have not moved."""
     model = tiny("bloom")
     kvs = [model.new_kv(8) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_logits_of_all_tokens(tiny, name):
 
 
 @pytest.mark.parametrize("sizes", [[20], [9, 10, 1]])
-def test_scores_are_told_of_what_gathered_attention_sees(tiny, sizes):
+def test_gathered_attention_gives_scores(tiny, sizes):
     """A keeper beside another sequence gets the sums of the eager model's weights."""
     model = tiny("deepseek-v3")
     token_ids = tokens(7, 20)
@@ -153,7 +153,7 @@ def test_scores_are_told_of_what_gathered_attention_sees(tiny, sizes):
 @pytest.mark.parametrize("value_dim", [3, 8, 13])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_keys_and_values_of_unequal_width(num_tokens, value_dim):
-    """What is filled up for a kernel's sake changes nothing."""
+    """Padding for a kernel changes nothing."""
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 4, num_tokens, 8, generator=generator)
     keys = torch.randn(1, 2, 20, 8, generator=generator)
@@ -167,7 +167,7 @@ def test_keys_and_values_of_unequal_width(num_tokens, value_dim):
 
 
 def test_a_mask_may_have_all_new_tokens_last(tiny):
-    """The same of keys in the other order; each token sees as many."""
+    """It equals one with the keys in another order; each token sees as many."""
     model = tiny("qwen4-exp")
     assert model.calibration.is_new_last
     kvs = [model.new_kv(8) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_a_mask_may_have_all_new_tokens_last(tiny):
 
 
 def test_positions_before_are_those_of_all_histories(tiny):
-    """If they stand before all new tokens; else nobody is told what is not so."""
+    """If these come before all new tokens; otherwise there are none."""
     kvs = [tiny("qwen4-exp").new_kv(8) for _ in range(3)]
     kvs[0].num_tokens, kvs[2].num_tokens = 2, 3
     chunks = [Chunk(kv, [5], want_logits=True) for kv in kvs]

@@ -1,4 +1,4 @@
-"""What a pooler makes of a sequence that comes in pieces, some of them twice."""
+"""Pooling a sequence that comes in pieces, some of them repeatedly."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ WIDTH = 5
 
 
 def plain(mode, states):
-    """The formula over all states at once, [tokens, WIDTH]."""
+    """Compute the formula over all states at once, [tokens, WIDTH]."""
     if mode is PoolingMode.LAST:
         return states[-1]
     weights = torch.ones(len(states))
@@ -26,8 +26,8 @@ def plain(mode, states):
     st.lists(st.integers(1, 6), min_size=1, max_size=6),
     st.data(),
 )
-def test_pieces_give_what_the_whole_gives(mode, sizes, data):
-    """Steps that fail, and tokens that are computed again after a preemption, count once."""
+def test_pieces_give_the_result_of_the_whole(mode, sizes, data):
+    """Failed steps, and tokens recomputed after a preemption, count once."""
     total = sum(sizes)
     states = torch.randn(total, WIDTH, generator=torch.Generator().manual_seed(total))
     pooler, start = Pooler(Pooling(mode), total), 0
@@ -41,21 +41,21 @@ def test_pieces_give_what_the_whole_gives(mode, sizes, data):
         pooler.note(states[end - rows : end], end)
         assert not pooler.is_complete
         pooler.commit()
-        pooler.commit()  # nothing was noted since
+        pooler.commit()  # no state was noted since
         start = end
     assert pooler.is_complete
     torch.testing.assert_close(pooler.vector(), plain(mode, states), rtol=1e-4, atol=1e-5)
 
 
-def test_only_the_rows_that_count_are_wanted():
+def test_only_relevant_rows_are_requested():
     last, mean = (Pooler(Pooling(mode), 10) for mode in (PoolingMode.LAST, PoolingMode.MEAN))
     assert (last.num_rows(0, 9), last.num_rows(9, 10)) == (0, 1)
     assert (mean.num_rows(0, 9), mean.num_rows(9, 10)) == (9, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_of_float32(dtype):
-    """4,000 ones of 16 bits are not 256, or 2,048, in sum."""
+def test_sums_are_in_float32(dtype):
+    """In 16 bits 4,000 ones would add up to 256, or 2,048."""
     pooler = Pooler(Pooling(PoolingMode.MEAN), 4000)
     pooler.note(torch.ones(4000, 1, dtype=dtype), 4000)
     pooler.commit()

@@ -1,4 +1,4 @@
-"""Sampling chooses what its parameters say, and the same again for the same seed and step."""
+"""Sampling follows its parameters, and repeats for the same seed and step."""
 
 import math
 from collections import Counter
@@ -16,13 +16,13 @@ from inference_svc.runtime.compute.sampling import Sampler, draw
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, -1.0])
 
 
-def drawn(num_draws=400, logits=LOGITS, **values):
+def count_draws(num_draws=400, logits=LOGITS, **values):
     params = {"temperature": 1.0, "seed": 5, **values}
     sampler = Sampler(SamplingParams(**params))
     return Counter(sampler.sample(logits, []).token_id for _ in range(num_draws))
 
 
-def test_greedy_takes_the_lowest_of_equals():
+def test_greedy_chooses_the_lowest_of_equal_tokens():
     """Temperature 0 is argmax, ties go to the lowest id, whatever the seed."""
     assert {Sampler(SamplingParams(seed=s)).sample(LOGITS, []).token_id for s in range(9)} == {1}
 
@@ -40,15 +40,15 @@ def test_draws_repeat_with_the_seed():
     assert skipping.sample(LOGITS, []).token_id == runs[0][10]
 
 
-def test_a_seeds_draws_are_the_same_in_every_release():
-    """Whoever names a seed may come back for the same answer."""
+def test_a_seeds_draws_never_change_between_releases():
+    """Clients may repeat an answer later."""
     sampler = Sampler(SamplingParams(temperature=1.0, seed=7))
     drawn = [sampler.sample(torch.zeros(1000), []).token_id for _ in range(5)]
     assert drawn == [0, 919, 332, 564, 709]
 
 
 def plain_draw(logits, params, uniform):
-    """The formula, by sorting all of the vocabulary."""
+    """Compute the formula by sorting all of the vocabulary."""
     order = np.argsort(-logits, kind="stable")
     if params.top_k > 0:
         order = order[: params.top_k]
@@ -78,11 +78,11 @@ def plain_draw(logits, params, uniform):
             "min_p": st.sampled_from([0.001, 0.1, 0.9]),
         },
     ),
-    # Nearer to 1 it is the order in which weights are added up that decides.
+    # Nearer to 1 the order of additions decides.
     st.lists(st.floats(0, 1 - 2**-30), min_size=1, max_size=5),
 )
-def test_what_is_drawn_is_the_formulas(seed, vocab_size, spread, digits, filters, uniforms):
-    """However many are sorted: of equals (rounded logits) and of tokens that may not come, too."""
+def test_draws_equal_the_formulas(seed, vocab_size, spread, digits, filters, uniforms):
+    """However many are sorted; with equal logits (rounded) and masked tokens, too."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(scale=spread, size=vocab_size).astype(np.float32)
     if digits is not None:
@@ -96,7 +96,7 @@ def test_what_is_drawn_is_the_formulas(seed, vocab_size, spread, digits, filters
 
 def test_frequencies_follow_the_probabilities():
     """Draws at temperature 1 have the softmax's frequencies."""
-    counts = drawn(4000)
+    counts = count_draws(4000)
     expected = torch.softmax(LOGITS.double(), 0)
     for token_id, probability in enumerate(expected.tolist()):
         spread = math.sqrt(probability * (1 - probability) / 4000)
@@ -118,12 +118,12 @@ def test_frequencies_follow_the_probabilities():
     ],
 )
 def test_filters_leave_the_right_tokens(values, left):
-    """Top-k, top-p and min-p keep exactly the tokens they promise."""
-    assert set(drawn(**values)) == left
+    """Top-k, top-p and min-p keep exactly the specified tokens."""
+    assert set(count_draws(**values)) == left
 
 
-def test_penalty_pushes_seen_tokens_down():
-    """Seen tokens lose, with positive or negative logits; each counts once."""
+def test_a_penalty_lowers_seen_tokens():
+    """With positive or negative logits; each counts once."""
     params = SamplingParams(repetition_penalty=2.0)
     assert Sampler(params).sample(LOGITS, [1, 1, 1]).token_id == 3
     assert Sampler(params).sample(LOGITS, [1, 3]).token_id == 4
@@ -144,7 +144,7 @@ def test_a_penalty_that_raises_tokens_beyond_any_number(temperature, penalty, mo
 @pytest.mark.parametrize("temperature", [5e-324, 1e-307, 1e-40])
 def test_a_temperature_of_nearly_nothing(temperature):
     """Draws one of the most likely tokens."""
-    assert set(drawn(temperature=temperature, logits=LOGITS * 10)) == {1, 3}
+    assert set(count_draws(temperature=temperature, logits=LOGITS * 10)) == {1, 3}
 
 
 VOCAB = 8
@@ -166,7 +166,7 @@ changes = st.fixed_dictionaries(
 
 
 def as_the_formula_says(row, answer, params):
-    """OpenAI's formula for each token by itself; what would end the answer too early is never."""
+    """Apply OpenAI's formula to each token; premature end tokens are masked."""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
     logits = [
         logit
@@ -181,10 +181,10 @@ def as_the_formula_says(row, answer, params):
 
 
 @given(rows, changes, st.sampled_from([0.0, 1.0]), st.sampled_from([{}, {"top_k": 2}]))
-def test_every_change_of_logits_is_the_formulas(given_rows, changed, temperature, filters):
-    """Whatever is changed, the choice is that of a plain sampler from the formula's logits.
+def test_every_change_of_logits_equals_the_formulas(given_rows, changed, temperature, filters):
+    """The choice is that of a simple sampler from the formula's logits.
 
-    The context loses its tokens now and then: only what was drawn counts.
+    The context loses its tokens now and then: only generated tokens count.
     """
     common = {"temperature": temperature, "seed": 3, **filters}
     params = SamplingParams(**common, **changed)
@@ -196,8 +196,8 @@ def test_every_change_of_logits_is_the_formulas(given_rows, changed, temperature
         answer.append(expected)
 
 
-def test_the_prompt_is_not_penalised_and_each_repeat_of_the_answer_is():
-    """By the frequency penalty; the presence penalty is the same for any number of them."""
+def test_penalties_count_the_answer_and_not_the_prompt():
+    """The frequency penalty counts each repeat; the presence penalty counts once."""
     frequent = Sampler(SamplingParams(frequency_penalty=0.75))
     assert [frequent.sample(LOGITS, [1, 3, 4]).token_id for _ in range(5)] == [1, 3, 1, 3, 4]
     present = Sampler(SamplingParams(presence_penalty=0.75))
@@ -205,7 +205,7 @@ def test_the_prompt_is_not_penalised_and_each_repeat_of_the_answer_is():
 
 
 def test_a_bias_stays_while_penalties_grow():
-    """The token that it favours loses what it has been drawn for, and no more."""
+    """The favoured token loses its penalties, and no more."""
     sampler = Sampler(SamplingParams(frequency_penalty=0.75, logit_bias={5: 6.0}))
     assert [sampler.sample(LOGITS, []).token_id for _ in range(6)] == [5, 5, 5, 1, 3, 5]
 
@@ -219,8 +219,8 @@ def test_penalties_come_after_the_repetition_penalty():
     assert Sampler(SamplingParams(**both)).sample(logits, [0]).token_id == 0
 
 
-def test_the_row_of_logits_stays_as_it_is():
-    """It is the runner's."""
+def test_the_row_of_logits_is_not_changed():
+    """It belongs to the runner."""
     logits = LOGITS.clone()
     params = SamplingParams(
         repetition_penalty=2.0, logit_bias={1: 5.0}, min_tokens=1, stop_token_ids=(2,)
@@ -229,8 +229,8 @@ def test_the_row_of_logits_stays_as_it_is():
     assert torch.equal(logits, LOGITS)
 
 
-def test_logprobs_are_of_the_model():
-    """Log-probabilities are the plain softmax's, whatever else the turn changes."""
+def test_logprobs_are_the_models():
+    """Log-probabilities are the plain softmax's, whatever the turn changes."""
     params = SamplingParams(
         temperature=0.5,
         repetition_penalty=3.0,
@@ -251,7 +251,7 @@ def test_logprobs_are_of_the_model():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_fail_the_turn(bad):
-    """An overflowed model is reported instead of sampled from."""
+    """An overflowed model is an error, and is not sampled from."""
     logits = LOGITS.clone()
     logits[4] = bad
     with pytest.raises(EngineFailedError, match="infinite or not numbers"):

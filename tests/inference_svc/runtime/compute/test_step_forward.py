@@ -13,7 +13,7 @@ from shared.types.errors import LoadFailedError
 
 CPU = torch.device("cpu")
 
-SOON = 60.0  # seconds that nothing here takes unless it is broken
+SOON = 60.0  # seconds that only a broken test takes
 
 
 def tokens(seed, length):
@@ -27,8 +27,8 @@ def llama_runner(request, tiny, graph_runner):
     return graph_runner("llama") if request.param == "graph" else tiny("llama").runner
 
 
-def gated(model, token_ids, num_open):
-    """Return a sequence's KV with these tokens behind a gate that lets `num_open` layers pass."""
+def make_gated(model, token_ids, num_open):
+    """Return KV with these tokens behind a gate with `num_open` open layers."""
     kv = model.new_kv(64)
     model.runner.step([Chunk(kv, token_ids, want_logits=False)])
     kv.gate = LayerGate(len(model.calibration.layers))
@@ -38,7 +38,7 @@ def gated(model, token_ids, num_open):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3", "falcon", "bloom"])
 @pytest.mark.parametrize("new", [[5], [5, 6, 7]])
-def test_late_gate_changes_no_bit(tiny, name, new):
+def test_a_late_gate_changes_no_bit(tiny, name, new):
     """A step that waits for rows written by another thread computes what an open gate gives."""
     check_late_gate(tiny(name), tiny(name).runner, new)
 
@@ -51,9 +51,9 @@ def test_late_gate_changes_no_bit_of_a_graph(tiny, graph_runner, new):
 
 def check_late_gate(model, runner, new):
     history = tokens(13, 30)
-    expected = runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
+    expected = runner.step([Chunk(make_gated(model, history, 2), new, want_logits=True)])
 
-    kv = gated(model, history, 0)
+    kv = make_gated(model, history, 0)
     kept = [tensor[:, :, :30].clone() for tensor in (*kv.keys.layers, *kv.values.layers)]
     for tensor in (*kv.keys.layers, *kv.values.layers):
         tensor[:, :, :30] = float("nan")
@@ -61,7 +61,7 @@ def check_late_gate(model, runner, new):
 
     def load():
         for layer_index in range(2):
-            clock.wait(layer_index, SOON)  # the step is that far: from here on it can only wait
+            clock.wait(layer_index, SOON)  # the step is this far: from here on it can only wait
             kv.keys[layer_index][:, :, :30] = kept[layer_index]
             kv.values[layer_index][:, :, :30] = kept[2 + layer_index]
             kv.gate.open(layer_index + 1)
@@ -78,7 +78,7 @@ def check_late_gate(model, runner, new):
 def test_failed_gate_leaves_everything_as_it_was(tiny, llama_runner, num_open):
     """A load that fails before or within a step fails the step and moves no counter."""
     model = tiny("llama")
-    kv = gated(model, tokens(14, 20), num_open)
+    kv = make_gated(model, tokens(14, 20), num_open)
     beside = model.new_kv(20)
     buffers = [model.new_buffer(20, first_token=20), model.new_buffer(20)]
     chunks = [
@@ -113,7 +113,7 @@ def test_clock_follows_the_rows(tiny, llama_runner):
     kv, buffer = model.new_kv(8), model.new_buffer(8)
     for tensor in (*buffer.keys.layers, *buffer.values.layers):
         tensor.fill_(float("nan"))
-    kv.gate = LayerGate(2)  # nothing is loaded; it only holds the step where we look at it
+    kv.gate = LayerGate(2)  # nothing is loaded; the gate only holds the step for the checks
     clock = StepClock(2, CPU)
     seen = []
 
@@ -132,13 +132,13 @@ def test_clock_follows_the_rows(tiny, llama_runner):
     assert clock.num_open == 2
 
 
-def test_index_keys_that_come_first_wait_for_the_load(tiny):
-    """A layer's history is read before the layer has cached, and not before it is there."""
+def test_early_index_keys_wait_for_the_load(tiny):
+    """A layer's history is read before the layer has cached, after it has been loaded."""
     model = tiny("qwen4-exp")
     history, new = tokens(13, 30), [5, 6, 7]
-    expected = model.runner.step([Chunk(gated(model, history, 2), new, want_logits=True)])
+    expected = model.runner.step([Chunk(make_gated(model, history, 2), new, want_logits=True)])
 
-    kv = gated(model, history, 1)
+    kv = make_gated(model, history, 1)
     loaded = [part.layers[1][:, :, :30] for part in (kv.keys, kv.values, kv.indexes)]
     kept = [tensor.clone() for tensor in loaded]
     for tensor in loaded:
@@ -158,8 +158,8 @@ def test_index_keys_that_come_first_wait_for_the_load(tiny):
     assert torch.equal(logits, expected)
 
 
-def test_the_clock_follows_whichever_of_keys_and_index_keys_comes_last(tiny):
-    """When it lets a layer pass, all of its rows are in the buffer."""
+def test_the_clock_waits_for_keys_and_index_keys(tiny):
+    """When it opens a layer, all of its rows are in the buffer, in either order."""
     model = tiny("qwen4-exp")
     kv, buffer = model.new_kv(8), model.new_buffer(8)
     for part in buffer.components:
@@ -189,8 +189,8 @@ def test_the_clock_follows_whichever_of_keys_and_index_keys_comes_last(tiny):
 
 
 @pytest.mark.parametrize("layers", [(0, 0), (1,)], ids=["twice", "of a layer to come"])
-def test_index_keys_out_of_turn_are_an_error(tiny, layers):
-    """They would be written where another layer's are, or over the first."""
+def test_index_keys_out_of_order_are_an_error(tiny, layers):
+    """They would overwrite another layer's, or the first ones."""
     model = tiny("qwen4-exp")
     chunks = [Chunk(model.new_kv(8), [5], False)]
     forward = StepForward(model.calibration, chunks, StepPlaces.of(chunks), None)
@@ -201,8 +201,8 @@ def test_index_keys_out_of_turn_are_an_error(tiny, layers):
         forward.update_index(last, torch.zeros(1, 1, 8))
 
 
-def test_a_forward_under_a_models_own_attention_has_none_to_offer(tiny):
-    """Who asks for ours has installed it for nothing."""
+def test_a_forward_with_the_models_own_attention_offers_none(tiny):
+    """A caller that needs it has a bug."""
     model = tiny("llama")
     chunks = [Chunk(model.new_kv(8), [5], False)]
     forward = StepForward(model.calibration, chunks, StepPlaces.of(chunks), None)

@@ -1,4 +1,4 @@
-"""How modules that go on from states are given a step's tokens."""
+"""How modules with states get a step's tokens."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def chunk_of(tiny):
 
 
 def groups_of(chunks, *, is_one_by_one=False):
-    """Return the groups, and whose states they are: how many sequences each has."""
+    """Return the groups, with the number of sequences whose states each uses."""
     states = StepStates(chunks, is_one_by_one=is_one_by_one)
     place = chunks[0].kv.states.shapes[0].place
     found = []
@@ -37,8 +37,8 @@ def groups_of(chunks, *, is_one_by_one=False):
     return found
 
 
-def test_a_lone_sequence_is_computed_as_it_is(chunk_of):
-    """Nothing is cut, and its states are found all the same."""
+def test_a_single_sequence_is_not_cut(chunk_of):
+    """Its states are found all the same."""
     chunk = chunk_of(4, 3)
     assert groups_of([chunk]) == []
     states = StepStates([chunk], is_one_by_one=False)
@@ -47,8 +47,8 @@ def test_a_lone_sequence_is_computed_as_it_is(chunk_of):
     assert states.num_tokens == 4
 
 
-def test_sequences_that_decode_are_a_batch(chunk_of):
-    """In one call, if there is nothing else."""
+def test_decoding_sequences_form_a_batch(chunk_of):
+    """In one call, if there are no others."""
     assert groups_of([chunk_of(n, 1) for n in (2, 5, 3)]) == [((0, 3), True, 3)]
 
 
@@ -63,8 +63,8 @@ def test_chunks_are_computed_one_after_another(chunk_of):
     ]
 
 
-def test_a_chunk_over_a_state_goes_token_by_token_if_it_has_to(chunk_of):
-    """Not one that begins a sequence."""
+def test_a_chunk_over_a_state_goes_token_by_token_where_necessary(chunk_of):
+    """Not the first chunk of a sequence."""
     chunks = [chunk_of(0, 3), chunk_of(2, 2)]
     expected = [((0, 3), False, 0), ((3, 4), False, 1), ((4, 5), False, 1)]
     assert groups_of(chunks, is_one_by_one=True) == expected
@@ -72,7 +72,7 @@ def test_a_chunk_over_a_state_goes_token_by_token_if_it_has_to(chunk_of):
 
 
 def test_each_sequence_gets_its_part_of_a_batch(chunk_of):
-    """What is put, and what is changed in place; current only once it is committed."""
+    """Of new states, and of those changed in place; current only after the commit."""
     chunks = [chunk_of(2, 1), chunk_of(5, 1)]
     shape = chunks[0].kv.states.shapes[0]
     before = [chunk.kv.states.snapshot() for chunk in chunks]

@@ -1,9 +1,9 @@
-"""Compiles the kernels for GPUs that need not be there, and says what each needs of one.
+"""Compiles the kernels for GPUs that need not be present, and prints their resources.
 
 Run it without TRITON_INTERPRET, in a process of its own: `python -m
 tests.inference_svc.runtime.cuda.compiled_kernels 90:bfloat16:128 ...` prints a line of JSON for
-each kernel of each case `ARCHITECTURE:DTYPE:HEAD_DIM`. With `--of-each` first, of a kernel that is
-compiled in several ways there is one.
+each kernel of each case `ARCHITECTURE:DTYPE:HEAD_DIM`. With `--of-each` first, each kernel is
+compiled in one of its ways only.
 """
 
 import json
@@ -35,7 +35,7 @@ from inference_svc.runtime.cuda.page_attention import (
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 GROUP = 4
 TOOLS = Path(driver.__file__).parent / "bin"
-# What the launcher finds out: addresses and strides that are multiples of 16.
+# The launcher finds these: addresses and strides that are multiples of 16.
 DIVISIBLE = {"out", "query", "keys", "values", "found", "region", "cosines", "sines"}
 INTEGERS = {"tables", "starts", "lengths", "tiles"}
 LONG_INTEGERS = {"slots", "source", "partner"}
@@ -43,7 +43,7 @@ MULTIPLY_ADD = re.compile(r"\bfma\.rn\S*\s+\S+, (\S+), (\S+), (\S+);")
 CONSTANT = re.compile(r"\bmov\.b\d+\s+(\S+), -?\w+;")
 
 
-def compiled(kernel, constants, types, architecture, warps, *, stages=2, fuses=True):
+def compile_kernel(kernel, constants, types, architecture, warps, *, stages=2, fuses=True):
     """Compile a kernel.
 
     Returns:
@@ -92,7 +92,7 @@ def num_fused(ptx):
 
 
 def attend_case(architecture, dtype, dim, shape: TileShape, *, split_tokens=None, **options):
-    """Compile the attention of tiles of a shape; or of splits, 0: of no fixed length."""
+    """Compile the attention of tiles of a shape; or of splits, 0: without a fixed length."""
     is_split = split_tokens is not None
     pointer = f"*{NAMES[dtype]}"
     constants = {
@@ -125,7 +125,9 @@ def attend_case(architecture, dtype, dim, shape: TileShape, *, split_tokens=None
             return "*i32"
         return "fp32" if name in {"scale", "softcap"} else "i32"
 
-    return compiled(attend_tile, constants, types, architecture, shape.warps, stages=shape.stages)
+    return compile_kernel(
+        attend_tile, constants, types, architecture, shape.warps, stages=shape.stages
+    )
 
 
 def merge_case(architecture, dtype, dim):
@@ -148,11 +150,11 @@ def merge_case(architecture, dtype, dim):
             return f"*{NAMES[dtype]}"
         return "*i32" if name in INTEGERS else "i32"
 
-    return compiled(merge_splits, constants, types, architecture, 1)
+    return compile_kernel(merge_splits, constants, types, architecture, 1)
 
 
 def embed_case(architecture, dtype, table_dtype, dim, width):
-    """Compile the embedding of keys, of which so many elements turn, by tables of a dtype."""
+    """Compile the embedding of keys with so many rotated elements, by tables of a dtype."""
     constants = {
         "DIM": dim,
         "BLOCK_DIM": triton.next_power_of_2(dim),
@@ -167,7 +169,7 @@ def embed_case(architecture, dtype, table_dtype, dim, width):
             return f"*{NAMES[dtype]}"
         return "*i64" if name in LONG_INTEGERS else "i32"
 
-    return compiled(embed_keys, constants, types, architecture, WARPS, fuses=False)
+    return compile_kernel(embed_keys, constants, types, architecture, WARPS, fuses=False)
 
 
 def copy_case(architecture, dtype, dim, *, to_slots):
@@ -191,7 +193,7 @@ def copy_case(architecture, dtype, dim, *, to_slots):
             return "i64"
         return "i32" if name.startswith("num") or "stride" in name else "*i64"
 
-    return compiled(copy_tokens, constants, types, architecture, slot_copies.WARPS)
+    return compile_kernel(copy_tokens, constants, types, architecture, slot_copies.WARPS)
 
 
 def main():

@@ -11,7 +11,7 @@ from kvd.copier.channel import CopierArena as PinnedArena
 
 
 class SimulatedGpu:
-    """What a copier has of the device: streams of its own, beside those of the engine."""
+    """The copier's view of the device: its own streams, beside the engine's."""
 
     def __init__(self, device, ring):
         self._device, self._ring = device, ring
@@ -24,7 +24,7 @@ class SimulatedGpu:
         return self._device.Stream()
 
     def end_stream(self, stream):
-        """It knows of nothing that would be left."""
+        """Do nothing: the simulated stream needs no end."""
 
     def copy(self, targets, sources, sizes, stream):
         with self._device.stream(stream):
@@ -39,7 +39,7 @@ class SimulatedGpu:
 
 @contextmanager
 def copier_of(device, memory, place_bytes):
-    """Run one for the slots of an arena; yields the engine's end."""
+    """Run a copier for the slots of an arena; yield the engine's end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ring, fd = device.share(PLACES * place_bytes)
     gpu = SimulatedGpu(device, ring)

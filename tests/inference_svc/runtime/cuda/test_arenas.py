@@ -1,4 +1,4 @@
-"""How slots are copied is chosen by the device, and by what is installed."""
+"""The device and the installed packages determine how slots are copied."""
 
 import sys
 
@@ -9,15 +9,15 @@ from inference_svc.runtime.cuda.arenas import open_arena_for
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 
 
-def test_the_cpu_copies_for_itself():
-    """It has no other engine, and needs no package."""
+def test_a_cpu_engine_copies_itself():
+    """It has no copy engine, and needs no package."""
     with capture_logs() as lines:
         assert open_arena_for(torch.device("cpu")) is ArenaKv
     assert not lines
 
 
 def test_without_the_package_the_cpu_copies_for_a_gpu(monkeypatch):
-    """Slower, and right: the log says what to install."""
+    """It is slower: the log says what to install."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with capture_logs() as lines:
         assert open_arena_for(torch.device("cuda")) is ArenaKv

@@ -1,4 +1,4 @@
-"""The kernels compile for the GPUs that there are, and no program needs more than one has."""
+"""The kernels compile for existing GPUs, and no program needs more than a GPU has."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Shared memory that a program may have, in bytes: A100, H100 and B200.
+# Shared memory available to a program, in bytes: A100, H100 and B200.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 ALL = [
     f"{architecture}:{dtype}:{dim}"
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compiled(cases, directory):
-    """Compile in a process that does not interpret; return what each kernel needs."""
+def compile_cases(cases, directory):
+    """Compile in a process that does not interpret; return the resources of each kernel."""
     environ = {**os.environ, "TRITON_CACHE_DIR": str(directory)}
     del environ["TRITON_INTERPRET"]
     run = subprocess.run(
@@ -39,14 +39,14 @@ def compiled(cases, directory):
 
 
 def check(found, num_kernels):
-    """Nothing is spilt where it is fast to serve, and everything fits."""
+    """Check that fast cases spill no registers, and that everything fits."""
     assert len(found) == num_kernels
     for kernel in found:
         architecture, dtype, _ = kernel["case"].split(":")
         assert kernel["shared_bytes"] <= SHARED_BYTES[int(architecture)], kernel
-        if dtype != "float32":  # which nobody serves on a GPU for its speed
+        if dtype != "float32":  # which is not used on a GPU for speed
             assert kernel["stack_bytes"] == 0, kernel
-        if kernel["kernel"] == "embed_keys":  # whose bits are those of torch
+        if kernel["kernel"] == "embed_keys":  # with torch's bits
             assert kernel["stack_bytes"] == kernel["fused"] == 0, kernel
         elif kernel["kernel"] == "merge_splits":
             assert kernel["fused"] > 0, kernel
@@ -54,10 +54,10 @@ def check(found, num_kernels):
 
 def test_kernels_compile(tmp_path):
     """Each in one way, for one architecture."""
-    check(compiled(["--of-each", *SOME], tmp_path), 4)
+    check(compile_cases(["--of-each", *SOME], tmp_path), 4)
 
 
 @pytest.mark.long
 def test_kernels_compile_in_every_dtype_and_width(tmp_path):
     """Of heads from 64 to 256 elements."""
-    check(compiled(ALL, tmp_path), 9 * len(ALL))
+    check(compile_cases(ALL, tmp_path), 9 * len(ALL))

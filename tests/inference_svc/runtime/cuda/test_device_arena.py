@@ -1,4 +1,4 @@
-"""Slots are copied from and to a device in order: bit for bit, and never too soon."""
+"""Slots are copied from and to a device in order: bit for bit, and never too early."""
 
 import gc
 from types import SimpleNamespace
@@ -34,9 +34,9 @@ PAGES = [3, 0, 1, 2, 7, 6, 5, 4, 8]
 
 @pytest.fixture
 def device(monkeypatch):
-    """A simulated device in the place of the one that torch has for the CPU."""
+    """Use a simulated device instead of the one that torch has for the CPU."""
     made = SimulatedDevice()
-    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has its shadow
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", 1 << 20)  # each byte has a shadow record
     monkeypatch.setattr(copy_stream.torch, "get_device_module", lambda _device: made)
     return made
 
@@ -78,7 +78,7 @@ def there(device, model, make_arena):
 
 @pytest.fixture(params=["registered", "staging", "copier"])
 def any_there(request, device, model, make_arena):
-    """One for each way in which slots are copied."""
+    """Return one of these for each way in which slots are copied."""
     if request.param == "copier":
         link = SimpleNamespace()
         there = There(device, model, make_arena, link)
@@ -89,8 +89,8 @@ def any_there(request, device, model, make_arena):
     yield There(device, model, make_arena)
 
 
-def stored(model, arena, rows):
-    """Store a history as the CPU does; returns its blocks."""
+def store_history(model, arena, rows):
+    """Store a history as the CPU does; return its blocks."""
     kv, buffer = model.new_kv(128), model.new_buffer(128)
     chunk = Chunk(kv, tokens(5, HISTORY), want_logits=False, write_buffer=buffer)
     model.runner.step([chunk])
@@ -115,7 +115,7 @@ def load(there, kv, blocks, opened=lambda _num_layers: None, embed=None):
 def test_a_load_has_the_bits_of_the_forward(device, model, any_there, rows, embed):
     """By batches from registered slots, through staging memory, and by a copier."""
     there = any_there
-    computed, _, blocks = stored(model, there.plain, rows)
+    computed, _, blocks = store_history(model, there.plain, rows)
     kv = there.new_kv()
     with device.running():
         load(there, kv, blocks, embed=embed)
@@ -133,7 +133,7 @@ def test_a_store_has_the_bits_of_the_buffer(
     """From the device's memory to slots, in pieces where staging memory is small."""
     monkeypatch.setattr(device_arena, "STAGING_BYTES", staging_bytes)
     there = any_there
-    _, buffer, blocks = stored(model, there.plain, rows)
+    _, buffer, blocks = store_history(model, there.plain, rows)
     expected = there.bytes.clone()
     there.bytes.fill_(0xAB)
     for kept in (buffer.keys, buffer.values):
@@ -145,8 +145,8 @@ def test_a_store_has_the_bits_of_the_buffer(
         assert device.num_batches == 4  # keys and values, of whole blocks and of the last one
 
 
-def test_tokens_here_and_there_are_gathered(device, any_there):
-    """As after discards; they go through staging memory."""
+def test_scattered_tokens_are_gathered(device, any_there):
+    """As after discards; they pass through staging memory."""
     there = any_there
     there.plain.view(0, 0).copy_(torch.rand(there.plain.view(0, 0).shape))
     run = ScatteredTokens(torch.tensor([3, 3, 0, 5]), torch.tensor([1, 0, 9, 15]))
@@ -156,8 +156,8 @@ def test_tokens_here_and_there_are_gathered(device, any_there):
     assert torch.equal(out, there.plain.view(0, 0)[run.slot_ids, run.offsets])
 
 
-def test_copies_are_done_when_their_block_is_left(device, any_there):
-    """However it is left: what they have written may be read, what they have read be written."""
+def test_copies_have_ended_when_their_block_is_left(device, any_there):
+    """In any way: their results may be read, and their sources overwritten."""
     there = any_there
     out = device.own(torch.zeros(2, 16, *there.plain.view(0, 0).shape[2:]))
     device.promptness = 0.0
@@ -175,8 +175,8 @@ def test_copies_are_done_when_their_block_is_left(device, any_there):
         out.sum()
 
 
-def test_what_is_not_contiguous_is_filled_all_the_same(there):
-    """As a sequence's KV that lies by heads."""
+def test_memory_that_is_not_contiguous_is_filled_too(there):
+    """For example KV whose heads are contiguous."""
     view = there.plain.view(1, 1)
     view.copy_(torch.rand(view.shape))
     _, _, heads, dim = view.shape
@@ -186,11 +186,11 @@ def test_what_is_not_contiguous_is_filled_all_the_same(there):
     assert torch.equal(out, view[[5, 2], :16])
 
 
-def test_whoever_waits_for_a_gate_may_read(device, model, any_there, rows):
-    """Each layer as soon as it is reported; what is not is refused."""
+def test_readers_wait_for_the_gate(device, model, any_there, rows):
+    """Each layer may be read as soon as it is reported; earlier reads are refused."""
     device.promptness = 0.0
     there = any_there
-    _, _, blocks = stored(model, there.plain, rows)
+    _, _, blocks = store_history(model, there.plain, rows)
     kv = there.new_kv()
     refused = []
 
@@ -211,10 +211,10 @@ def test_whoever_waits_for_a_gate_may_read(device, model, any_there, rows):
     assert refused == [1]
 
 
-def test_whoever_passes_a_gate_reads_behind_the_copies(device, model, there, rows):
-    """As soon as they are enqueued, without a thread that waits; what was not passed is refused."""
+def test_work_behind_a_gate_follows_the_copies(device, model, there, rows):
+    """As soon as they are enqueued, without a waiting thread; work before the gate is refused."""
     device.promptness = 0.0
-    _, _, blocks = stored(model, there.plain, rows)
+    _, _, blocks = store_history(model, there.plain, rows)
     kv, gate, loading = there.new_kv(), LoadGate(2, CPU), CopyStream(CPU)
     with device.running(), loading.copies(behind_computing=True):
         loader = LayerLoader(kv, there.arena, blocks, there.calibration)
@@ -234,10 +234,10 @@ def test_whoever_passes_a_gate_reads_behind_the_copies(device, model, there, row
         gate.wait(0)
 
 
-def test_a_load_waits_for_those_who_read_its_pages(there, rows, model):
-    """Which were another sequence's until now."""
+def test_a_load_waits_for_readers_of_its_pages(there, rows, model):
+    """They belonged to another sequence until now."""
     there.arena.registered.wait()
-    _, _, blocks = stored(model, there.plain, rows)
+    _, _, blocks = store_history(model, there.plain, rows)
     kv = there.new_kv()
     with there.device.running():
         kv.keys.read(0, 0, HISTORY).sum()
@@ -250,10 +250,10 @@ def test_a_load_waits_for_those_who_read_its_pages(there, rows, model):
         load(there, kv, blocks)
 
 
-def test_a_kernel_that_embeds_waits_for_the_copies_of_its_keys(there, rows, model):
-    """On their stream; on another one it is refused, and so it is on pages that are still read."""
+def test_the_embedding_kernel_waits_for_the_copies_of_its_keys(there, rows, model):
+    """On their stream; on another one it is refused, as it is on pages that are still read."""
     there.arena.registered.wait()
-    _, _, blocks = stored(model, there.plain, rows)
+    _, _, blocks = store_history(model, there.plain, rows)
     kv, device = there.new_kv(), there.device
 
     def elsewhere(*given):
@@ -273,10 +273,10 @@ def test_a_kernel_that_embeds_waits_for_the_copies_of_its_keys(there, rows, mode
             loader.load(0)
 
 
-def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
-    """Behind its mark; without, it is refused."""
+def test_a_store_waits_for_the_layers_computation(there, rows, model):
+    """Behind its mark; without it, the copy is refused."""
     there.arena.registered.wait()
-    _, buffer, blocks = stored(model, there.plain, rows)
+    _, buffer, blocks = store_history(model, there.plain, rows)
     for kept in (buffer.keys, buffer.values):
         there.device.own(kept[0])
     clock = StepClock(len(there.calibration.layers), CPU)
@@ -301,7 +301,7 @@ def test_a_store_waits_for_the_layer_that_is_computed(there, rows, model):
 
 
 def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_arena, monkeypatch):
-    """It is waited for; who forgets that is refused."""
+    """The copy is waited for; otherwise the write is refused."""
     device.fails_at = 0
     there = There(device, model, make_arena)
     there.arena.registered.wait()
@@ -316,8 +316,8 @@ def test_staging_memory_is_not_filled_while_it_is_copied(device, model, make_are
             there.arena.gather(0, 1, run, out)
 
 
-def test_staging_memory_is_locked_in_place_for_all_that_fits():
-    """Only what is larger has memory of another kind."""
+def test_staging_memory_is_locked_for_all_that_fits():
+    """Only larger pieces have other memory."""
     memory = torch.zeros(64, dtype=torch.uint8)
     staging = device_arena.Staging(memory)
     for num_rows, is_kept in ((1, True), (8, True), (9, False)):
@@ -327,8 +327,8 @@ def test_staging_memory_is_locked_in_place_for_all_that_fits():
         assert (staged.data_ptr() == memory.data_ptr()) is is_kept
 
 
-def test_an_arena_that_is_gone_is_not_registered_any_more(device, model, make_arena):
-    """So that its memory can be given back."""
+def test_a_closed_arena_is_unregistered(device, model, make_arena):
+    """So its memory can be freed."""
     there = There(device, model, make_arena)
     there.arena.registered.wait()
     assert device.registered

@@ -1,4 +1,4 @@
-"""The kernel over pages, run by Triton's interpreter: the numbers of plain attention.
+"""The kernel over pages, run by Triton's interpreter, equals plain attention.
 
 The interpreter computes float16 and float32; bfloat16 is compiled (test_compiled_kernels.py).
 """
@@ -24,7 +24,7 @@ CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
     [
         pytest.param((8, 2, 64, 64), 16, torch.float32, {}, marks=pytest.mark.long),
         pytest.param((8, 8, 16, 16), 16, torch.float16, {}, marks=pytest.mark.long),
-        pytest.param(  # tests/gpu has one with sinks for every run
+        pytest.param(  # tests/gpu has a case with sinks for every run
             *((4, 2, 8, 8), 5, torch.float32, {"sinks": torch.linspace(-2, 3, 4)}),
             marks=pytest.mark.long,
         ),
@@ -36,7 +36,7 @@ CLOSE = {torch.float32: 5e-6, torch.float16: 4e-3}
     ],
 )
 def test_each_part_sees_its_own_tokens(shape, page_tokens, dtype, options):
-    """Of any lengths beside each other, with every kind of call."""
+    """With any lengths beside each other, and every kind of call."""
     pages = Pages(PARTS, shape, page_tokens, dtype)
     call = PageCall(shape[2] ** -0.5, **options)
     attended = pages.attended(call)
@@ -48,11 +48,11 @@ def test_each_part_sees_its_own_tokens(shape, page_tokens, dtype, options):
 
 
 def test_pages_before_the_window_are_not_read():
-    """Wherever the tables say that they are: what lies there is others' now."""
+    """Whatever page the tables name there: it belongs to others now."""
     pages = Pages(PARTS, (4, 2, 16, 16), 16, torch.float32)
     call = PageCall(0.25, window=40)
     expected = pages.attended(call)
-    nobodys = min(set(range(len(pages.keys) // 16)).difference(*pages.tables))  # no numbers
+    nobodys = min(set(range(len(pages.keys) // 16)).difference(*pages.tables))  # NaN
     num_hidden = 0
     for table, (num_new, length) in zip(pages.tables, pages.parts, strict=True):
         hidden = max(0, length - num_new - 39) // 16
@@ -69,8 +69,8 @@ def test_pages_before_the_window_are_not_read():
         pytest.param({"window": 300, "sinks": torch.linspace(-1, 2, 4)}, id="window"),
     ],
 )
-def test_an_answer_is_the_same_alone_and_in_a_batch(options):
-    """To the bit: neither tiles nor splits follow from what is beside a part."""
+def test_a_result_is_the_same_alone_and_in_a_batch(options):
+    """To the bit: tiles and splits do not depend on other parts."""
     pages = Pages(PARTS, (4, 2, 16, 16), 16, torch.float32)
     call = PageCall(0.25, **options)
     together = pages.attended(call).split([size for size, _ in PARTS])
@@ -79,7 +79,7 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(options):
 
 
 def test_a_query_may_have_any_strides():
-    """As models leave it."""
+    """As models return it."""
     pages = Pages([(3, 20), (1, 9)], (4, 2, 16, 16), 16, torch.float32)
     call = PageCall(0.25)
     expected = pages.attended(call)
@@ -97,7 +97,7 @@ def test_a_query_may_have_any_strides():
     ],
 )
 def test_parts_of_few_tokens_are_divided_too(monkeypatch, options):
-    """In splits of which some rows see nothing, merged for as many tiles at once as have room."""
+    """In splits, some of whose rows see nothing, merged for as many tiles as fit."""
     monkeypatch.setattr(page_attention, "FEWEST_SPLIT_TOKENS", 16)
     monkeypatch.setattr(page_attention, "PART_PROGRAMS", 8)
     parts = [(66, 130), (5, 5), (2, 70)]
@@ -114,8 +114,8 @@ def test_parts_of_few_tokens_are_divided_too(monkeypatch, options):
     ("num_programs", "seen", "num_splits"),
     [(64, 16384, 4), (512, 1 << 20, 1), (8, 16384, 32), (8, 4096, 8), (8, 1023, 1), (130, 4096, 2)],
 )
-def test_a_part_has_as_many_splits_as_fill_a_gpu(num_programs, seen, num_splits):
-    """Of 512 tokens at least."""
+def test_the_splits_of_a_part_fill_a_gpu(num_programs, seen, num_splits):
+    """Each has at least 512 tokens."""
     assert num_part_splits(num_programs, seen) == num_splits
 
 
@@ -126,11 +126,11 @@ def test_a_part_has_as_many_splits_as_fill_a_gpu(num_programs, seen, num_splits)
         (4, 128, 128, 2, (128, 64, 8, 3), (128, 32, 8, 3)),
         (4, 256, 256, 2, (128, 32, 8, 2), (64, 32, 8, 2)),
         (4, 512, 512, 2, (64, 16, 8, 2), (64, 16, 8, 2)),
-        (1, 192, 128, 2, (128, 32, 8, 2), (64, 32, 8, 2)),  # 192 elements are read as 256
+        (1, 192, 128, 2, (128, 32, 8, 2), (64, 32, 8, 2)),  # 192 elements are padded to 256
         (8, 80, 80, 4, (32, 32, 8, 2), (32, 32, 8, 2)),
         (4, 64, 64, 4, (32, 64, 8, 2), (32, 64, 8, 2)),
         (4, 192, 64, 4, (16, 16, 8, 2), (16, 16, 8, 2)),
-        (1, 8, 4, 4, (32, 64, 4, 2), (32, 64, 4, 2)),  # a product has 16 columns at least
+        (1, 8, 4, 4, (32, 64, 4, 2), (32, 64, 4, 2)),  # a product has at least 16 columns
         (130, 64, 64, 2, (256, 64, 8, 3), (256, 64, 8, 3)),  # a whole group's heads
     ],
 )
@@ -145,7 +145,7 @@ def test_tiles_are_as_large_as_registers_allow(group, dim, value_dim, item_bytes
     [(128, 4, 16, True), (128, 4, 17, False), (128, 71, 2, False), (64, 4, 2, False)],
 )
 def test_few_new_tokens_take_half_a_tile(rows, group, num_new, halved):
-    """Where it holds them all; a warp group multiplies 64 rows."""
+    """If it holds them all; a warp group multiplies 64 rows."""
     shape = TileShape(rows, 64, 8, 3)
     expected = TileShape(rows // 2, 64, 4, 3) if halved else shape
     assert shape_of_part(shape, group, num_new) == expected

@@ -1,4 +1,4 @@
-"""The kernel that copies tokens of slots, run by Triton's interpreter: no byte but theirs."""
+"""The kernel that copies tokens of slots, run by Triton's interpreter: no other byte changes."""
 
 from math import gcd
 
@@ -10,7 +10,7 @@ from inference_svc.runtime.cuda.slot_copies import TokensInSlots, TokensOnDevice
 from tests.sampled import sampled_cases
 
 NUM_SLOTS, NUM_PLACES = 5, 9
-# Bytes of a slot, of a token, from the slot's beginning to the first token, and between layers.
+# Bytes of a slot, of a token, before the first token, and between layers.
 SIZES = [
     (4096, 512, 1024, 2048),
     (4096, 96, 32, 480),
@@ -24,7 +24,7 @@ SLOTS, IN_SLOT = [3, 3, 0, 4, 1], [0, 1, 1, 0, 0]
 
 @pytest.fixture
 def block_bytes(request, monkeypatch):
-    """What a program copies at once: whole tokens, or parts of them."""
+    """Return the bytes that a program copies at once: whole tokens, or parts of them."""
     slot_copies._shape_of.cache_clear()
     monkeypatch.setattr(slot_copies, "BLOCK_BYTES", request.param)
     monkeypatch.setattr(slot_copies, "PROGRAMS_TO_SLOTS", 2)
@@ -44,10 +44,8 @@ def random_bytes(*shape):
     ),
     indirect=["block_bytes"],
 )
-def test_tokens_are_copied_and_nothing_beside_them(
-    sizes, num_layers, places, to_slots, block_bytes
-):
-    """Of one layer and of several, whatever their sizes are multiples of."""
+def test_exactly_the_tokens_are_copied(sizes, num_layers, places, to_slots, block_bytes):
+    """Of one layer and of several, with any alignment of their sizes."""
     slot_bytes, token_bytes, first, layer_bytes = sizes
     slots = random_bytes(NUM_SLOTS * slot_bytes)
     memory = random_bytes(num_layers, NUM_PLACES, token_bytes + 5 * (token_bytes == 12))

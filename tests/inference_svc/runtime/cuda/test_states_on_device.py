@@ -1,4 +1,4 @@
-"""States between a device's streams: read once they are written, given back once they were read."""
+"""States on a device's streams: read after they are written, freed after they are read."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPES = (
 
 @pytest.fixture
 def device(monkeypatch):
-    """A simulated device in the place of the one that torch has for the CPU."""
+    """Use a simulated device instead of the one that torch has for the CPU."""
     made = SimulatedDevice()
     made.promptness = 0.0
     monkeypatch.setattr(copy_stream.torch, "get_device_module", lambda _device: made)
@@ -32,8 +32,8 @@ def device(monkeypatch):
     return made
 
 
-def computed(device, num_tokens, value):
-    """States behind a step that is still under way."""
+def start_states(device, num_tokens, value):
+    """Return states behind a step that is still running."""
     sequence = SequenceStates(SHAPES, CPU)
     step(device, sequence, num_tokens, value)
     return sequence
@@ -52,10 +52,10 @@ def step(device, sequence, num_tokens, value):
     sequence.commit(num_tokens)
 
 
-def test_a_state_is_copied_once_its_step_has_written_it(device):
-    """Behind the mark that it has from where it was noted; without, it is refused."""
+def test_a_state_is_copied_after_its_step_has_written_it(device):
+    """Behind the mark that it got when it was noted; without it, the copy is refused."""
     with device.running():
-        noted = computed(device, 7, 1.5).fork()
+        noted = start_states(device, 7, 1.5).fork()
         stream = CopyStream(CPU)
         with stream.copies(behind_computing=False):
             with pytest.raises(RaceError, match="reads what may still be written"):
@@ -68,10 +68,10 @@ def test_a_state_is_copied_once_its_step_has_written_it(device):
     assert torch.equal(restored.read(StatePlace(0, "conv", 0)), torch.full((1, 4, 3), 1.5))
 
 
-def test_the_step_that_is_under_way_is_not_waited_for(device):
-    """What it writes is other memory."""
+def test_a_running_step_is_not_waited_for(device):
+    """It writes to other memory."""
     with device.running():
-        sequence = computed(device, 7, 1.5)
+        sequence = start_states(device, 7, 1.5)
         noted = sequence.fork()
         step(device, sequence, 9, 2.0)
         stream = CopyStream(CPU)
@@ -82,10 +82,10 @@ def test_the_step_that_is_under_way_is_not_waited_for(device):
                 sequence.snapshot()
 
 
-def test_memory_is_given_back_once_it_was_read(device):
-    """Whoever copies a state holds it until the copies are done; else another gets its memory."""
+def test_memory_is_freed_after_it_was_read(device):
+    """A copy holds its state until it has ended; otherwise another state gets the memory."""
     for is_held in (True, False):
-        noted = computed(device, 7, 1.5).fork()
+        noted = start_states(device, 7, 1.5).fork()
         stream = CopyStream(CPU)
         with device.running(), stream.copies(behind_computing=False):
             stream.wait(noted.written)
@@ -96,11 +96,11 @@ def test_memory_is_given_back_once_it_was_read(device):
         assert bool(device.races) != is_held
 
 
-def test_a_loaded_state_is_in_memory_of_the_stream_that_computes(device):
-    """That reads it, and is not done when it is given back."""
+def test_a_loaded_state_is_in_memory_of_the_computing_stream(device):
+    """That stream reads it, and has not finished when it is freed."""
     for has_room in (True, False):
         with device.running():
-            packed = computed(device, 7, 1.5).snapshot()
+            packed = start_states(device, 7, 1.5).snapshot()
             sequence = SequenceStates(SHAPES, CPU)
             room = sequence.allocate() if has_room else None
             with CopyStream(CPU).copies(behind_computing=True):

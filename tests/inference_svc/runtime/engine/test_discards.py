@@ -1,7 +1,7 @@
-"""Dropping tokens under a running engine: what follows is what the plain formula says.
+"""Dropping tokens in a running engine: later answers equal a simple formula's.
 
-The plain formula: the stock model, its own cache, and after each discard the kept keys turned back
-from their old positions and forth to their new ones with the model's cosines and sines.
+The formula: the stock model with its own cache; after each discard the kept keys are rotated back
+from their old positions and to their new ones with the model's cosines and sines.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def stock(tiny_model):
-    """The model as Transformers has it."""
+    """Load the stock model of Transformers."""
     return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
 
 
@@ -44,7 +44,10 @@ class PlainSession:
         self.context, self.num_fed = [], 0
 
     def answer(self, prompt, max_tokens, choose=None):
-        """The most likely tokens; whenever the window is full, what `choose` says is dropped."""
+        """Return the most likely tokens.
+
+        Whenever the window is full, drop what `choose` returns.
+        """
         self.context += prompt
         answer = []
         while len(answer) < max_tokens:
@@ -101,7 +104,7 @@ def the_oldest(context):
     return ((0, 1),)
 
 
-async def finished(engine, request):
+async def finish(engine, request):
     await engine.loop.generate(request)
     engine.loop.keep(request, request.token_ids[: request.computed_tokens])
     return request
@@ -113,8 +116,8 @@ def resident_ids(engine, request):
 
 
 @asynccontextmanager
-async def held(thread):
-    """A thread that does nothing until the event is set, or the block is left."""
+async def block_thread(thread):
+    """Block a thread until the event is set, or the block is left."""
     may_resume = threading.Event()
     busy = asyncio.create_task(thread.run(may_resume.wait))
     try:
@@ -130,13 +133,13 @@ CHOICES = [oldest_half, behind_the_first_four, every_third, all_but_two, the_old
 @pytest.mark.parametrize(
     ("choose", "write_slots"), sampled_cases(CHOICES, [4000, 0], count=5, seed=1)
 )
-async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, write_slots):
-    """Again and again, from the rows that are left."""
+async def test_an_answer_continues_when_its_window_is_full(model, stock, choose, write_slots):
+    """Repeatedly, with the remaining rows."""
     async with running_engine(model, write_slots=write_slots) as engine:
         engine.store.saves = bool(write_slots)
         request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=choose)
         request.input_tokens = 30
-        await finished(engine, request)
+        await finish(engine, request)
         assert request.sink.token_ids == PlainSession(stock).answer(PROMPT, 90, choose)
         assert request.num_sampled == 90
         assert (
@@ -153,19 +156,19 @@ async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, w
 @pytest.mark.parametrize(
     ("choose", "keeps_residents"), sampled_cases(CHOICES, [True, False], count=5, seed=2)
 )
-async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_residents, choose):
-    """From memory, or from the store, which receives a discard between the saves around it."""
+async def test_the_next_turn_continues_with_the_rest(model, stock, keeps_residents, choose):
+    """From memory, or from the store, which gets the discard between the saves around it."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         session = PlainSession(stock)
         request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
-        await finished(engine, request)
+        await finish(engine, request)
         assert request.sink.token_ids == session.answer(PROMPT, 60, choose)
         dropped = ((0, request.computed_tokens // 2),)
         computed_ids = request.token_ids[: request.computed_tokens]
         await engine.loop.discard(request.key, ContextCut(computed_ids, dropped))
         session.discard(dropped)
         following = [*without(request.token_ids, dropped), 77, 78]
-        turn = await finished(
+        turn = await finish(
             engine, engine.request(following, 30, window_tokens=WINDOW, truncate=choose)
         )
         assert turn.outcome.tokens == len(following) - 3
@@ -180,7 +183,10 @@ RANGES = [((0, 20),), ((4, 9), (30, 47)), ((40, 47),), ((0, 47),)]
     ("ranges", "where"), sampled_cases(RANGES, ["memory", "store", "nowhere"], count=5, seed=1)
 )
 async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
-    """The other tokens' rows close up in memory; those in the store are loaded to new positions."""
+    """The other rows are moved together in memory.
+
+    Those in the store are loaded to new positions.
+    """
     async with running_engine(model, keeps_residents=where == "memory") as engine:
         engine.store.is_away = where == "nowhere"
         session = PlainSession(stock)
@@ -188,7 +194,7 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
         assert first.sink.token_ids == session.answer(PROMPT, 8)
         context = first.token_ids
         await engine.loop.discard(first.key, ContextCut(context[:47], ranges))
-        if where == "nowhere":  # all of what is left is computed anew
+        if where == "nowhere":  # all of the rest is recomputed
             session = PlainSession(stock)
             session.context = without(context, ranges)
         else:
@@ -206,8 +212,8 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
         await engine.all_released()
 
 
-async def test_a_discard_of_something_else_is_refused(model):
-    """Ranges outside the context are the caller's mistake; no range is nothing to do."""
+async def test_an_invalid_discard_is_refused(model):
+    """Ranges outside the context are the caller's error; no range is nothing to do."""
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         with pytest.raises(InvalidDiscardError):
@@ -219,7 +225,7 @@ async def test_a_discard_of_something_else_is_refused(model):
 
 
 async def test_an_engine_that_discards_is_not_idle(model):
-    """Until the store has heard of it, and KV in memory is in order."""
+    """Until the store has been told, and KV in memory is compacted."""
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         await engine.loop.idle.wait()
@@ -234,12 +240,12 @@ async def test_an_engine_that_discards_is_not_idle(model):
         await engine.all_released()
 
 
-async def test_discards_of_a_session_come_one_after_the_other(model):
-    """The second one finds what the first one has left."""
+async def test_discards_of_a_session_are_sequential(model):
+    """The second one applies to the result of the first."""
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         whole = first.token_ids[:47]
-        async with held(engine.threads[1]) as may_resume:
+        async with block_thread(engine.threads[1]) as may_resume:
             discards = [
                 asyncio.create_task(engine.loop.discard(first.key, ContextCut(context, ranges)))
                 for context, ranges in ((whole, [(0, 10)]), (whole[10:], [(0, 5)]))
@@ -248,14 +254,14 @@ async def test_discards_of_a_session_come_one_after_the_other(model):
                 await asyncio.sleep(0)
             assert not any(discard.done() for discard in discards)
             may_resume.set()
-        async with asyncio.timeout(60):  # else they would stand still
+        async with asyncio.timeout(60):  # otherwise they would make no progress
             await asyncio.gather(*discards)
         assert resident_ids(engine, first) == whole[15:]
         await engine.all_released()
 
 
-async def test_a_resident_of_another_context_is_given_up(model):
-    """Its rows are not those of the tokens that are left."""
+async def test_a_resident_of_another_context_is_dropped(model):
+    """Its rows are not those of the remaining tokens."""
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         other = [99, *first.token_ids[1:47]]
@@ -269,7 +275,7 @@ async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate
     """With as many tokens as the window has rows for."""
     async with running_engine(model) as engine:
         request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=truncate)
-        await finished(engine, request)
+        await finish(engine, request)
         assert request.sink.is_cut_off
         assert request.sink.token_ids == PlainSession(stock).answer(
             PROMPT, WINDOW - len(PROMPT) + 1
@@ -279,8 +285,8 @@ async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate
 
 
 @pytest.mark.parametrize("ranges", [((0, 0),), ((60, WINDOW + 1),), ((0, 1000),)])
-async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
-    """The last token is fed next; others go on."""
+async def test_a_turn_that_drops_protected_tokens_fails(model, ranges):
+    """The last token is fed next; other turns continue."""
     async with running_engine(model) as engine:
         request = engine.request(PROMPT, 90, window_tokens=WINDOW, truncate=lambda context: ranges)
         with pytest.raises(InvalidDiscardError):
@@ -289,14 +295,14 @@ async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
         await engine.all_released()
 
 
-async def test_others_decode_while_rows_close_up(model, stock):
-    """The load thread is busy; steps of others go on, and the turn waits for its rows."""
+async def test_others_decode_during_a_compaction(model, stock):
+    """The load thread is busy; steps of others continue, and the turn waits for its rows."""
     engine_of_big_sequences = running_engine(model, answer_tokens=256)
-    async with engine_of_big_sequences as engine, held(engine.threads[1]) as may_resume:
+    async with engine_of_big_sequences as engine, block_thread(engine.threads[1]) as may_resume:
         cut = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
-        answer = asyncio.create_task(finished(engine, cut))
+        answer = asyncio.create_task(finish(engine, cut))
         long = engine.request(range(30, 60), 200, session="long")
-        others = asyncio.create_task(finished(engine, long))
+        others = asyncio.create_task(finish(engine, long))
         await others
         assert cut.state is RequestState.WAITING
         assert len(cut.sink.token_ids) == WINDOW - len(PROMPT) + 1
@@ -306,15 +312,15 @@ async def test_others_decode_while_rows_close_up(model, stock):
         await engine.all_released()
 
 
-async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, stock):
-    """No other turn will drop what it dropped; the next one has the whole context."""
+async def test_a_turn_cancelled_during_compaction_leaves_nothing(model, stock):
+    """Later turns do not repeat its discard; the next one has the whole context."""
     async with running_engine(model, answer_tokens=256) as engine:
         first = await engine.run(PROMPT, lineage=WHOLE)
         prompt = [*first.token_ids, 70]
         cut = engine.request(prompt, 60, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
         answer = asyncio.create_task(engine.loop.generate(cut))
         await cut.sink.has_token.wait()
-        async with held(engine.threads[1]) as may_resume:
+        async with block_thread(engine.threads[1]) as may_resume:
             await engine.store.has_discarded.wait()
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
@@ -333,7 +339,7 @@ async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, st
 
 
 async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(model):
-    """Nobody would build on what the discard left."""
+    """No later turn could use it."""
     async with running_engine(model) as engine:
         is_full_again = asyncio.Event()
 
@@ -353,8 +359,8 @@ async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(mod
         await engine.all_released()
 
 
-async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, stock, monkeypatch):
-    """A shift that fails costs time, no token; the store has what is left."""
+async def test_rows_that_cannot_be_moved_are_loaded_or_recomputed(model, stock, monkeypatch):
+    """A failed compaction costs time, but no token; the store has the rest."""
     for is_away in (False, True):
         async with running_engine(model) as engine:
 
@@ -364,7 +370,7 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             monkeypatch.setattr("inference_svc.runtime.transfer.compaction.Compaction.run", fail)
             engine.store.is_away = is_away
             request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
-            await finished(engine, request)
+            await finish(engine, request)
             assert engine.counters.snapshot()["shifts_failed"] == request.num_overflows == 2
             if not is_away:
                 assert request.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
@@ -372,39 +378,39 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             await engine.all_released()
 
 
-async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
-    """Each waits for room again, and answers what it would alone."""
+async def test_many_turns_overflow_in_memory_for_few(model, stock):
+    """Each waits for room repeatedly, and answers as it would alone."""
     async with running_engine(model, kv_slots=300) as engine:
         prompts = [list(range(20 + n, 50 + n)) for n in range(6)]
         requests = [
             engine.request(prompt, 70, str(n), window_tokens=WINDOW, truncate=behind_the_first_four)
             for n, prompt in enumerate(prompts)
         ]
-        await asyncio.gather(*(finished(engine, request) for request in requests))
+        await asyncio.gather(*(finish(engine, request) for request in requests))
         for request, prompt in zip(requests, prompts, strict=True):
             expected = PlainSession(stock).answer(prompt, 70, behind_the_first_four)
             assert request.sink.token_ids == expected
         await engine.all_released()
 
 
-async def test_scores_are_of_the_tokens_that_are_left(model):
-    """A policy that reads them at the end finds one for each token that was computed."""
+async def test_scores_are_of_the_remaining_tokens(model):
+    """A policy that reads them at the end finds one for each computed token."""
     async with running_engine(model) as engine:
         request = engine.request(PROMPT, 60, window_tokens=WINDOW, truncate=every_third)
         request.scores = ScoreKeeper("accumulated", 0, len(PROMPT))
-        await finished(engine, request)
+        await finish(engine, request)
         assert request.discards
         assert len(request.scores.scores()) == request.computed_tokens
         await engine.all_released()
 
 
 async def test_the_lineage_follows_the_discards_of_a_turn(model):
-    """Each time that of the computed tokens; without one nothing is reported."""
+    """Each time that of the computed tokens; without discards none is reported."""
     async with running_engine(model) as engine:
         request = engine.request(
             PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE
         )
-        await finished(engine, request)
+        await finish(engine, request)
         (discard,) = request.discards
         before = [*PROMPT, *request.sink.token_ids[: WINDOW - len(PROMPT)]]
         assert request.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
@@ -418,17 +424,17 @@ TWO_PERIODS = ((0, 14),)
 
 
 async def periodic_session(engine):
-    """A session whose context repeats itself, and what a turn drops of it: whole periods.
+    """Make a session with a periodic context, and a turn that drops whole periods.
 
-    What is left has the tokens of a prefix of the context, with other rows.
+    The rest has the tokens of a prefix of the context, with other rows.
     """
     first = engine.request(PERIOD * 6, 1, lineage=WHOLE)
-    await finished(engine, first)
+    await finish(engine, first)
     return first, ContextCut(PERIOD * 6, TWO_PERIODS, WHOLE)
 
 
 def turn_after(engine, first, cut, new_ids, max_tokens=8):
-    """A turn that drops what the cut says, or nothing."""
+    """Make a turn that drops the given cut, or nothing."""
     context, lineage = first.token_ids, WHOLE
     if cut is not None:
         context = without(context, cut.ranges)
@@ -448,8 +454,8 @@ def plain(stock, first, cut, new_ids):
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
-async def test_a_turn_that_drops_something_first_builds_on_the_rest(model, stock, keeps_residents):
-    """What it drops goes once it has its place in the queue."""
+async def test_a_turn_with_a_discard_uses_the_rest(model, stock, keeps_residents):
+    """Its tokens are dropped once it has its place in the queue."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         first, cut = await periodic_session(engine)
         turn = turn_after(engine, first, cut, [70, 71])
@@ -461,10 +467,10 @@ async def test_a_turn_that_drops_something_first_builds_on_the_rest(model, stock
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
-async def test_rows_of_a_cancelled_turns_context_are_not_those_of_the_whole_one(
+async def test_rows_of_a_cancelled_turns_context_are_not_used_for_the_whole_one(
     model, stock, keeps_residents
 ):
-    """The text repeats itself: by its tokens alone the next turn would take them for its own."""
+    """The text is periodic: by tokens alone the next turn would use them."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         first, cut = await periodic_session(engine)
         turn = turn_after(engine, first, cut, [70, 71], 400)
@@ -475,19 +481,19 @@ async def test_rows_of_a_cancelled_turns_context_are_not_those_of_the_whole_one(
         await engine.loop.idle.wait()
         assert resident_ids(engine, turn) == (PERIOD * 4 if keeps_residents else [])
         whole = turn_after(engine, first, None, [72])
-        await finished(engine, whole)
+        await finish(engine, whole)
         assert whole.outcome.tokens == 0
         assert whole.sink.token_ids == plain(stock, first, None, [72])
         await engine.all_released()
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
-async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, keeps_residents):
-    """The retry drops the same, which is gone already, and finds what is left."""
+async def test_a_turn_cancelled_while_it_waits_may_be_retried(model, stock, keeps_residents):
+    """The retry drops the same tokens, which are gone already, and finds the rest."""
     async with running_engine(model, keeps_residents=keeps_residents) as engine:
         first, cut = await periodic_session(engine)
         turn = turn_after(engine, first, cut, [70, 71])
-        async with held(engine.threads[1]):  # its rows cannot close up yet
+        async with block_thread(engine.threads[1]):  # its rows cannot be compacted yet
             answer = asyncio.create_task(engine.loop.generate(turn, cut))
             await asyncio.sleep(0)
             answer.cancel()
@@ -503,12 +509,12 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
         await engine.all_released()
 
 
-async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
-    """It is refused before anything of it is reported."""
+async def test_a_turn_without_a_place_drops_nothing(model):
+    """It is refused before its discard is reported."""
     async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
         await engine.loop.idle.wait()
-        requests = [engine.request(PROMPT, 300, name) for name in "abc"]  # more than are admitted
+        requests = [engine.request(PROMPT, 300, name) for name in "abc"]  # more than may wait
         answers = []
         for request in requests[:2]:
             answers.append(asyncio.create_task(engine.loop.generate(request)))
@@ -528,7 +534,7 @@ async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
         await engine.all_released()
 
 
-async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
+async def test_a_discard_drops_a_resident_of_another_lineage(model):
     """Its tokens are those of the context, its rows are not."""
     async with running_engine(model) as engine:
         first, cut = await periodic_session(engine)

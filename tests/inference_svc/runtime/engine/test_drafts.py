@@ -1,4 +1,4 @@
-"""Drafts, right and wrong, change nothing of what is answered and stored; only when."""
+"""Drafts, right or wrong, change only the timing of answers and saves, not their contents."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ def model(tiny_model):
 
 
 class Guesser:
-    """Drafts what will be answered, but for mistakes, of any length.
+    """Drafts the known answer with some mistakes, in any length.
 
     Args:
         answers: by request number.
@@ -59,7 +59,7 @@ class Guesser:
 
 
 class Listener:
-    """Collects what was sampled, until a number of tokens is there."""
+    """Collects sampled tokens up to a number."""
 
     def __init__(self, num_tokens):
         self.sampled_tokens = []
@@ -73,23 +73,23 @@ class Listener:
         return len(self.sampled_tokens) == self._num_tokens
 
 
-def asked(engine, params, session="s", prompt=PROMPT, end=ANSWER_TOKENS):
-    """A turn whose client has enough after `end` tokens."""
+def make_turn(engine, params, session="s", prompt=PROMPT, end=ANSWER_TOKENS):
+    """Make a turn whose client needs only `end` tokens."""
     request = engine.request(prompt, ANSWER_TOKENS, session=session)
     request.sampler, request.sink = Sampler(params), Listener(end)
     return request
 
 
-async def kept(engine, request):
+async def finish(engine, request):
     await engine.loop.generate(request)
     engine.loop.keep(request, request.token_ids[:-1])
     return request
 
 
 async def plainly(model, params, prompt=PROMPT, **limits):
-    """The answer, a token a step, and what the store has of it."""
+    """Return the answer with one token per step, and its tokens in the store."""
     async with running_engine(model, draft_tokens=0, **limits) as engine:
-        request = await kept(engine, asked(engine, params, prompt=prompt))
+        request = await finish(engine, make_turn(engine, params, prompt=prompt))
         await engine.all_released()
         return request.sink.sampled_tokens, engine.store.rows.get(request.key)
 
@@ -103,7 +103,7 @@ def ids(tokens):
 
 
 def check_same(tokens, expected):
-    """The same tokens, and log-probabilities as equal as steps of other sizes have them."""
+    """Check that tokens are equal, and log-probabilities as equal as in steps of other sizes."""
     assert ids(tokens) == ids(expected)
     for token, other in zip(tokens, expected, strict=True):
         assert [t for t, _ in token.top] == [t for t, _ in other.top]
@@ -114,17 +114,17 @@ def check_same(tokens, expected):
     ("params", "memory"),
     sampled_cases([PLAIN, DRAWN, PENALISED], list(MEMORY), count=5, seed=1),
 )
-async def test_answers_and_what_is_stored_are_those_without_drafts(model, params, memory):
+async def test_answers_and_saves_are_those_without_drafts(model, params, memory):
     """Three turns beside each other, whose drafts are right, half right, or wrong."""
     limits = MEMORY[memory]
     prompts = {str(number): list(range(20 + number, 60 + number)) for number in range(3)}
     plain = {name: await plainly(model, params, prompt) for name, prompt in prompts.items()}
     async with running_engine(model, **limits) as engine:
         engine.store.saves = bool(limits.get("write_slots", 1))
-        requests = {name: asked(engine, params, name, its) for name, its in prompts.items()}
+        requests = {name: make_turn(engine, params, name, its) for name, its in prompts.items()}
         answers = {requests[name].number: ids(tokens) for name, (tokens, _) in plain.items()}
         engine.loop._drafter = Guesser(answers, seed=len(memory))
-        await asyncio.gather(*(kept(engine, request) for request in requests.values()))
+        await asyncio.gather(*(finish(engine, request) for request in requests.values()))
         await engine.all_released()
         drafted, accepted = map(sum, zip(*map(drafted_by, requests.values()), strict=True))
         assert drafted > accepted > ANSWER_TOKENS / 4
@@ -142,13 +142,13 @@ async def test_answers_and_what_is_stored_are_those_without_drafts(model, params
 @pytest.mark.parametrize(
     "end", [1, 9, *(pytest.param(end, marks=pytest.mark.long) for end in (8, 30))]
 )
-async def test_an_answer_that_ends_within_a_draft_is_as_it_would_have_been(model, end):
-    """The next turn, too, which goes on from what is resident."""
+async def test_an_answer_that_ends_within_a_draft_is_unchanged(model, end):
+    """So is the next turn, which continues with the resident."""
     tokens, _ = await plainly(model, PLAIN)
     async with running_engine(model) as engine:
-        request = asked(engine, PLAIN, end=end)
+        request = make_turn(engine, PLAIN, end=end)
         engine.loop._drafter = Guesser({request.number: ids(tokens)}, seed=end)
-        await kept(engine, request)
+        await finish(engine, request)
         assert ids(request.sink.sampled_tokens) == ids(tokens)[:end]
         assert request.token_ids == [*PROMPT, *ids(tokens)[:end]]
         assert (request.num_sampled, request.computed_tokens) == (end, len(PROMPT) + end - 1)
@@ -160,8 +160,8 @@ async def test_an_answer_that_ends_within_a_draft_is_as_it_would_have_been(model
         await engine.all_released()
 
 
-async def test_a_window_that_fills_within_a_draft_is_cut_where_it_would_have_been(model):
-    """Again and again."""
+async def test_a_window_that_fills_within_a_draft_is_cut_as_without_one(model):
+    """Repeatedly."""
     window = 50
     cuts = {"truncate": lambda token_ids: [(0, len(token_ids) // 2)], "window_tokens": window}
     async with running_engine(model, draft_tokens=0) as engine:
@@ -181,14 +181,15 @@ async def test_a_window_that_fills_within_a_draft_is_cut_where_it_would_have_bee
         await engine.all_released()
 
 
-async def test_an_answer_that_repeats_itself_takes_fewer_steps(model):
-    """By what the lookup drafts: a step for each token would be sixty."""
+async def test_a_repetitive_answer_takes_fewer_steps(model):
+    """With drafts by lookup: a step per token would be sixty."""
     biased = replace(PLAIN, logit_bias={50: 90.0, 51: 89.5}, frequency_penalty=0.5)
     tokens, _ = await plainly(model, biased)
     assert set(ids(tokens)) == {50, 51}
     async with running_engine(model) as engine:
-        engine.loop._drafter = Drafter(measured(0.01), most_tokens=8)  # whatever steps take here
-        request = await kept(engine, asked(engine, biased))
+        # however long steps take here
+        engine.loop._drafter = Drafter(make_rates(0.01), most_tokens=8)
+        request = await finish(engine, make_turn(engine, biased))
         counts = engine.counters.snapshot()
         assert ids(request.sink.sampled_tokens) == ids(tokens)
         assert request.num_accepted > ANSWER_TOKENS / 4
@@ -196,16 +197,17 @@ async def test_an_answer_that_repeats_itself_takes_fewer_steps(model):
         await engine.all_released()
 
 
-async def test_what_a_client_predicts_is_answered_in_few_steps(model):
-    """Wrong in one place, and no word of it is in the prompt."""
+async def test_a_predicted_answer_takes_few_steps(model):
+    """The prediction is wrong in one place, and no word of it is in the prompt."""
     tokens, _ = await plainly(model, PLAIN)
     predicted = ids(tokens)
     predicted[30] = 7
     async with running_engine(model) as engine:
-        engine.loop._drafter = Drafter(measured(0.01), most_tokens=8)  # whatever steps take here
-        request = asked(engine, PLAIN)
+        # however long steps take here
+        engine.loop._drafter = Drafter(make_rates(0.01), most_tokens=8)
+        request = make_turn(engine, PLAIN)
         request.predicted_ids = predicted
-        await kept(engine, request)
+        await finish(engine, request)
         assert ids(request.sink.sampled_tokens) == ids(tokens)
         assert request.num_accepted > ANSWER_TOKENS / 2
         assert request.num_drafted > request.num_accepted
@@ -213,14 +215,14 @@ async def test_what_a_client_predicts_is_answered_in_few_steps(model):
         await engine.all_released()
 
 
-async def test_replayed_and_drafted_steps_go_together(model):
+async def test_replayed_and_drafted_steps_alternate(model):
     """A step with a draft is computed, others are replayed."""
     tokens, _ = await plainly(model, PLAIN)
     capture = RecordedGraphs()
     async with running_engine(model, capture=capture, **MEMORY["pages"]) as engine:
-        request = asked(engine, PLAIN)
+        request = make_turn(engine, PLAIN)
         engine.loop._drafter = Guesser({request.number: ids(tokens)}, seed=8)
-        await kept(engine, request)
+        await finish(engine, request)
         counts = engine.counters.snapshot()
         assert ids(request.sink.sampled_tokens) == ids(tokens)
         assert counts["steps_replayed"] > 0
@@ -229,7 +231,7 @@ async def test_replayed_and_drafted_steps_go_together(model):
 
 
 class OneRequest:
-    """What a drafter sees of an answer under way."""
+    """A drafter's view of a running answer."""
 
     state, is_decoding, scores = RequestState.RUNNING, True, None
 
@@ -238,8 +240,8 @@ class OneRequest:
         self.prompt_tokens, self.predicted_ids = len(token_ids), ()
 
 
-def test_nothing_is_drafted_from_an_end_on():
-    """What is behind an end is never wanted, and a grammar knows nothing behind it."""
+def test_no_draft_goes_beyond_an_end():
+    """Later tokens are never needed, and a grammar ends there."""
     token_ids = [1, 2, 3, 4, 5, 0, 7, 1, 2, 3]
     drafter = Drafter(DecodeTimes(), most_tokens=6, end_ids=frozenset({0}))
     assert drafter.drafts([OneRequest(token_ids)]) == {1: [4, 5]}
@@ -247,7 +249,7 @@ def test_nothing_is_drafted_from_an_end_on():
     assert drafter.drafts([OneRequest(token_ids)])[1][:3] == [4, 5, 0]
 
 
-def test_who_has_nothing_to_repeat_and_who_is_scored_have_no_draft():
+def test_answers_without_repetition_and_with_scores_have_no_draft():
     drafter = Drafter(DecodeTimes(), most_tokens=6)
     scored = OneRequest([1, 2, 3, 4, 1, 2, 3], number=2)
     scored.scores = object()
@@ -257,8 +259,8 @@ def test_who_has_nothing_to_repeat_and_who_is_scored_have_no_draft():
     assert scored.lookup is None
 
 
-def measured(token_s):
-    """Steps that take a second, and so much more for each token."""
+def make_rates(token_s):
+    """Make steps that take a second, and some more for each token."""
     times = DecodeTimes()
     for _ in range(4):
         for num_tokens in (1, 2, 3, 5, 9):
@@ -266,19 +268,19 @@ def measured(token_s):
     return times
 
 
-def test_drafts_are_off_where_they_do_not_pay_and_are_tried_again_now_and_then():
-    """Or what steps take would never be measured again."""
+def test_unprofitable_drafts_are_off_and_retried_now_and_then():
+    """Otherwise the cost of steps would never be measured again."""
     request = OneRequest([1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert Drafter(measured(0.01), most_tokens=4).drafts([request]) == {1: [4, 5, 6, 1]}
-    drafter = Drafter(measured(50.0), most_tokens=4)
+    assert Drafter(make_rates(0.01), most_tokens=4).drafts([request]) == {1: [4, 5, 6, 1]}
+    drafter = Drafter(make_rates(50.0), most_tokens=4)
     request.lookup = None
     lengths = [len(drafter.drafts([request]).get(1, ())) for _ in range(2 * TRY_EVERY)]
     assert lengths == ([0] * (TRY_EVERY - 1) + [1]) * 2
 
 
-def test_an_answer_whose_drafts_are_wrong_gets_none_while_another_does():
-    """Each answer learns for itself, from drafts that were never made, too."""
-    drafter = Drafter(measured(0.3), most_tokens=4)
+def test_an_answer_with_wrong_drafts_gets_none_while_another_does():
+    """Each answer learns separately, from unused drafts, too."""
+    drafter = Drafter(make_rates(0.3), most_tokens=4)
     right, wrong = OneRequest([1, 2, 3, 4] * 8), OneRequest([1, 2, 3, 4] * 8, number=2)
     drafter.drafts([right, wrong])
     for number in range(40):
@@ -289,19 +291,19 @@ def test_an_answer_whose_drafts_are_wrong_gets_none_while_another_does():
     assert 2 not in found
 
 
-def test_drafts_of_an_engine_that_learned_begin_where_it_is():
-    drafter = Drafter(measured(0.2), most_tokens=4)
+def test_a_new_answer_starts_with_the_engines_estimate():
+    drafter = Drafter(make_rates(0.2), most_tokens=4)
     first = OneRequest([1, 2, 3, 4] * 8)
     for number in range(60):
         first.token_ids.append(1 + number % 4)
         drafter.drafts([first])
     second = OneRequest([5, 6, 7, 8] * 8, number=2)
-    fresh = Drafter(measured(0.2), most_tokens=4)
+    fresh = Drafter(make_rates(0.2), most_tokens=4)
     fresh_second = OneRequest([5, 6, 7, 8] * 8, number=2)
     assert len(drafter.drafts([second])[2]) > len(fresh.drafts([fresh_second]).get(2, ()))
 
 
-def test_without_a_bound_there_is_nothing_to_do():
+def test_without_a_limit_nothing_is_drafted():
     request = OneRequest([1, 2, 3, 4, 1, 2, 3])
     assert Drafter(DecodeTimes(), most_tokens=0).drafts([request]) == {}
     assert request.lookup is None

@@ -1,4 +1,4 @@
-"""The engine loop over the tiny model: when a step, a load, a client or memory fails."""
+"""The engine loop over the tiny model: failing steps, loads and memory, and cancelled clients."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def model(tiny_model):
 
 
 async def test_one_faulty_request_does_not_fail_the_others(model):
-    """A step that raises is repeated one by one; only the request at fault gets the error."""
+    """A step that raises is repeated one by one; only the failing request gets the error."""
     async with running_engine(model) as engine:
         bad = engine.request([20, POISON, 21], session="bad")
         good = asyncio.create_task(engine.run(range(20, 30)))
@@ -28,8 +28,8 @@ async def test_one_faulty_request_does_not_fail_the_others(model):
         await engine.all_released()
 
 
-async def test_an_engine_is_idle_until_it_is_asked_for_something(model):
-    """So that who waits for that at once does not wait for ever."""
+async def test_an_engine_is_idle_before_the_first_request(model):
+    """A caller that waits for that at once does not wait for ever."""
     async with running_engine(model) as engine:
         assert engine.loop.idle.is_set()
         answer = asyncio.create_task(engine.run([20]))
@@ -40,8 +40,8 @@ async def test_an_engine_is_idle_until_it_is_asked_for_something(model):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_cancelled_job_gives_its_memory_back(model, times):
-    """Wherever it was, and however often it is dropped, others run on and the engine is idle."""
+async def test_a_cancelled_job_frees_its_memory(model, times):
+    """In any state, and however often it is dropped, others continue and the engine is idle."""
     async with running_engine(model) as engine:
         requests = [engine.request(range(20, 60), 300, session=str(number)) for number in range(12)]
         tasks = [asyncio.create_task(engine.loop.generate(each)) for each in requests]
@@ -55,8 +55,8 @@ async def test_a_cancelled_job_gives_its_memory_back(model, times):
 
 
 @pytest.mark.parametrize("residents", [True, False])
-async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
-    """From the resident sequence or from the store: the answer is that of computing everything."""
+async def test_a_turn_continues_where_the_previous_one_ended(model, residents):
+    """With the resident or from the store: the answer equals recomputation."""
     async with running_engine(model, keeps_residents=residents) as engine:
         prompt = list(range(20, 60))
         for tier_tokens in (0, 47, 97):
@@ -73,7 +73,7 @@ async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
 
 
 async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
-    """Otherwise it would miss what that turn computed."""
+    """Otherwise it would miss that turn's tokens."""
     async with running_engine(model, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run([20, 21])
@@ -87,7 +87,7 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
 
 
 async def test_rows_that_are_still_being_saved_are_not_reused(model):
-    """The sequence's KV goes on to others at once, the write buffer only after the save."""
+    """The sequence's KV is lent again at once, the write buffer only after the save."""
     async with running_engine(model, kv_slots=200, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run(range(20, 60))
@@ -101,8 +101,8 @@ async def test_rows_that_are_still_being_saved_are_not_reused(model):
 
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
-async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, num_failures):
-    """What was computed over it is void; after some tries the history is not asked for."""
+async def test_a_load_that_breaks_off_during_a_step_is_recomputed(model, num_failures):
+    """The step's results are void; after some tries the history is not loaded."""
     async with running_engine(model, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
         await engine.loop.idle.wait()
@@ -154,8 +154,8 @@ async def test_answers_that_outgrow_their_room_move_and_go_on(model):
         assert 0 < counts["moves"] <= counts["preempted"]
 
 
-async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
-    """Who is preempted waits, finds its rows again and answers the same."""
+async def test_a_higher_priority_goes_first_and_loses_no_token_of_others(model):
+    """A preempted turn waits, finds its rows again and gives the same answer."""
     async with running_engine(model, max_running=1, answer_tokens=200) as engine:
         low = engine.request(range(20, 60), 100, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))
@@ -170,8 +170,8 @@ async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
         await engine.all_released()
 
 
-async def test_a_deadline_ends_a_turn_in_the_queue(model):
-    """And leaves nothing behind."""
+async def test_a_deadline_ends_a_waiting_turn(model):
+    """It leaves nothing behind."""
     async with running_engine(model, max_running=1) as engine:
         running = engine.request(range(20, 60), 300, session="running")
         answer = asyncio.create_task(engine.loop.generate(running))
@@ -185,7 +185,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
         await engine.all_released()
 
 
-async def test_a_budget_for_one_serves_many_in_order(model):
+async def test_memory_for_one_serves_many_in_order(model):
     """Requests that do not fit together run one after another."""
     async with running_engine(model, kv_slots=60, max_running=4) as engine:
         ends = []
@@ -207,7 +207,7 @@ async def test_a_budget_for_one_serves_many_in_order(model):
     ],
 )
 async def test_every_way_to_preload_gives_the_same_answer(model, preload):
-    """The ablations differ in time only."""
+    """The ablations differ only in time."""
     async with running_engine(model, preload, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
         await engine.loop.idle.wait()
@@ -220,7 +220,7 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
         await engine.all_released()
 
 
-async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
+async def test_an_answer_that_is_cut_before_its_last_preemption(model):
     """A stop string may end an answer before the rows of its newest write buffer begin."""
     async with running_engine(model, answer_tokens=8, page_tokens=None) as engine:
         request = engine.request(range(20, 60), 12)
@@ -234,8 +234,8 @@ async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
         await engine.all_released()
 
 
-async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
-    """Its history is as good as it was."""
+async def test_a_cancelled_turn_keeps_its_sessions_resident(model):
+    """Its history is as valid as before."""
     async with running_engine(model) as engine:
         first = await engine.run(range(20, 60))
         following = [*first.token_ids, *range(30, 40)]
@@ -251,8 +251,8 @@ async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
         await engine.all_released()
 
 
-async def test_an_engine_is_idle_from_the_beginning(model):
-    """Whoever drains it waits for nothing."""
+async def test_a_new_engine_is_idle(model):
+    """A drain need not wait."""
     async with running_engine(model) as engine:
         assert engine.loop.idle.is_set()
         answer = asyncio.create_task(engine.run(range(20, 40)))
@@ -262,8 +262,8 @@ async def test_an_engine_is_idle_from_the_beginning(model):
         await engine.all_released()
 
 
-async def test_the_loop_ends_cleanly_under_a_running_turn(model):
-    """Cancelling it is no error, whatever is under way, and takes no longer than a step."""
+async def test_the_loop_ends_cleanly_during_a_turn(model):
+    """Cancelling it is no error, in any state, and takes no longer than a step."""
     async with running_engine(model, step_tokens=16) as engine:
         request = engine.request(range(20, 220), 300)
         answer = asyncio.create_task(engine.loop.generate(request))
@@ -274,8 +274,8 @@ async def test_the_loop_ends_cleanly_under_a_running_turn(model):
         answer.cancel()
 
 
-async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
-    """The rows are computed anew, one request by one, and stored then."""
+async def test_a_failed_step_during_a_save_stores_nothing_of_it(model):
+    """The rows are recomputed, one request at a time, and stored then."""
     async with running_engine(model, keeps_residents=False) as engine:
         bad = engine.request([*range(20, 50), POISON], session="bad")
         good = asyncio.create_task(engine.run(range(20, 90)))
@@ -291,8 +291,8 @@ async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
         await engine.all_released()
 
 
-async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(model):
-    """The next turn's first token comes after the save of the turn before it."""
+async def test_synchronous_saving_delays_the_next_turn(model):
+    """Its first token comes after the save of the previous turn."""
     async with running_engine(model, saves_first=True) as engine:
         first = engine.request(range(20, 60))
         await engine.loop.generate(first)
@@ -309,8 +309,8 @@ async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(mo
         await engine.all_released()
 
 
-async def test_a_deleted_session_is_gone_from_memory_too(model):
-    """Its resident is released and its store notified, after its last save."""
+async def test_a_deleted_session_is_removed_from_memory_too(model):
+    """Its resident is freed and its store notified, after its last save."""
     async with running_engine(model) as engine:
         turn = await engine.run(range(20, 60))
         await engine.loop.forget(turn.key, turn.token_ids)
@@ -320,8 +320,8 @@ async def test_a_deleted_session_is_gone_from_memory_too(model):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
-    """Once, and its KV is not kept: nobody comes back to it."""
+async def test_the_end_of_a_session_is_reported_after_its_last_save(model, saves):
+    """Once, and its KV is not kept in memory."""
     async with running_engine(model, write_slots=4000 if saves else 0) as engine:
         engine.store.saves = saves
         await engine.run(range(20, 60), session="other")
@@ -334,8 +334,8 @@ async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
         await engine.all_released()
 
 
-async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(model):
-    """Whatever its last turn went through; the save that counts is the last one."""
+async def test_the_end_of_a_session_is_reported_after_preemptions_and_failed_loads(model):
+    """Whatever happened to its last turn; the last save counts."""
     few = {"keeps_residents": False, "answer_tokens": 8, "page_tokens": None}
     async with running_engine(model, **few) as engine:
         first = await engine.run(range(20, 60))
@@ -352,8 +352,8 @@ async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(m
 
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("is_final", [True, False])
-async def test_what_a_client_wants_kept_is_told_after_the_save(model, saves, is_final):
-    """With what its session begins with; before its end, which it must not take back."""
+async def test_retention_is_reported_after_the_save(model, saves, is_final):
+    """With the session's prefix; before its end, which retention must not cancel."""
     wish = Retention(60, 3600)
     async with running_engine(model, write_slots=4000 if saves else 0) as engine:
         engine.store.saves = saves
@@ -369,8 +369,8 @@ async def test_what_a_client_wants_kept_is_told_after_the_save(model, saves, is_
         await engine.all_released()
 
 
-async def test_what_is_expected_of_a_session_is_told_after_its_save(model):
-    """Unless a turn of it is there by then: that is what was expected."""
+async def test_expected_tools_are_reported_after_the_save(model):
+    """Unless a turn of the session has arrived by then."""
     async with running_engine(model) as engine:
         engine.store.may_end.clear()
         turn = await engine.run(range(20, 60))
@@ -397,8 +397,8 @@ async def test_what_is_expected_of_a_session_is_told_after_its_save(model):
         assert engine.store.expected[1:] == [(turn.key.session_id, (), True)]
 
 
-async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
-    """Its end was never part of it."""
+async def test_a_session_whose_last_turn_failed_continues(model):
+    """The end belonged to that turn."""
     async with running_engine(model) as engine:
         request = engine.request(range(20, 60), is_final=True)
         await engine.loop.generate(request)
@@ -407,8 +407,8 @@ async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
         assert engine.store.ended == []
 
 
-async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
-    """As its store receives it; who is preempted waits again, who is resident does neither."""
+async def test_a_turn_runs_until_its_kv_is_kept_or_dropped(model):
+    """As reported to its store; a preempted one waits again, a resident does neither."""
 
     def reported():
         change = engine.store.queue.next_update(100).change
@@ -436,5 +436,5 @@ async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
 
 
 def test_token_bytes_are_little_endian():
-    """As kvd takes them."""
+    """As kvd needs them."""
     assert as_token_bytes([1, 256]) == bytes([1, 0, 0, 0, 0, 1, 0, 0])

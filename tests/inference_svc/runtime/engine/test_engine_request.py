@@ -1,4 +1,4 @@
-"""A turn inside the engine: what is known of its load."""
+"""A turn inside the engine: facts about its load."""
 
 from collections import Counter
 
@@ -18,13 +18,13 @@ ADMISSION = Admission(Request(1, SessionKey("t", "m", "s"), [1, 2], 1, 0, 0))
     ("tiers", "slowest"),
     [(None, "hbm"), ({}, None), ({"dram": 9}, "dram"), ({"ssd": 1, "dram": 9}, "ssd")],
 )
-def test_a_load_is_as_slow_as_its_slowest_tier(tiers, slowest):
-    """Without one that the store has begun it is a copy of a resident's KV."""
+def test_a_load_has_the_slowest_tier(tiers, slowest):
+    """Without one from the store it is a copy of a resident's KV."""
     begun = None if tiers is None else BegunLoad(tier_tokens=Counter(tiers))
     assert Load(ADMISSION, begun, LayerGate(2)).tier == slowest
 
 
-def test_what_copies_nothing_is_of_no_tier():
-    """All of its layers are there when it is announced; no load is a guide to how long it takes."""
+def test_a_load_without_copies_has_no_tier():
+    """All of its layers are complete at once; it says nothing about the duration of loads."""
     assert Load(ADMISSION).tier is None
     assert Load(ADMISSION, BegunLoad(tier_tokens=Counter(dram=3))).tier is None

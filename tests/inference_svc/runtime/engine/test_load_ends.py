@@ -1,4 +1,4 @@
-"""How loads end that fail, or that nobody waits for; and what the engine says of itself."""
+"""Loads that fail or are abandoned, and the engine's gauges."""
 
 import asyncio
 
@@ -17,18 +17,18 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-async def stored_turn(engine):
-    """A turn whose KV is in the store alone; returns the next one's prompt."""
+async def run_stored_turn(engine):
+    """Run a turn whose KV is in the store only; return the next one's prompt."""
     first = await engine.run(FIRST)
     await engine.loop.idle.wait()
     return [*first.token_ids, *range(80, 120)]
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(model, is_stored):
-    """Sequence KV and write buffer; the store need not keep what it found."""
+async def test_a_turn_cancelled_while_its_load_begins_frees_everything(model, is_stored):
+    """Sequence KV and write buffer; the store may drop its lease."""
     async with running_engine(model, keeps_residents=False) as engine:
-        following = await stored_turn(engine) if is_stored else FIRST
+        following = await run_stored_turn(engine) if is_stored else FIRST
         engine.store.order.clear()
         engine.store.is_asked.clear()
         engine.store.may_begin.clear()
@@ -45,7 +45,7 @@ async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(mod
         await engine.all_released()
 
 
-async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
+async def test_a_load_that_cannot_begin_fails_only_its_turn(model):
     """With its error; nothing of it stays."""
     async with running_engine(model) as engine:
         engine.store.load_error = RuntimeError("a bug")
@@ -58,16 +58,16 @@ async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
 
 
 class StumblingSink(Sink):
-    """Cannot say that its turn has started."""
+    """Raises when its turn starts."""
 
     def on_start(self, request):
         raise RuntimeError("a bug")
 
 
-async def test_a_turn_that_fails_when_its_load_is_announced_lets_the_store_go(model):
-    """The lease of what was found would stay."""
+async def test_a_turn_that_fails_at_the_announcement_of_its_load_frees_the_lease(model):
+    """Otherwise the lease of the found blocks would stay."""
     async with running_engine(model, keeps_residents=False) as engine:
-        request = engine.request(await stored_turn(engine))
+        request = engine.request(await run_stored_turn(engine))
         request.sink = StumblingSink(8)
         with pytest.raises(RuntimeError, match="a bug"):
             await engine.loop.generate(request)
@@ -76,10 +76,10 @@ async def test_a_turn_that_fails_when_its_load_is_announced_lets_the_store_go(mo
 
 
 @pytest.mark.parametrize("policy", [LoadPolicy.NEVER, LoadPolicy.ALWAYS])
-async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
-    """Others have the engine's."""
+async def test_a_turn_may_have_its_own_load_policy(model, policy):
+    """Others use the engine's."""
     async with running_engine(model, keeps_residents=False) as engine:
-        following = await stored_turn(engine)
+        following = await run_stored_turn(engine)
         engine.loop._loading._loads.policy = (
             LoadPolicy.NEVER if policy is LoadPolicy.ALWAYS else LoadPolicy.ALWAYS
         )
@@ -95,10 +95,10 @@ async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
 
 
 @pytest.mark.parametrize("is_resident", [True, False])
-async def test_a_load_says_what_its_session_had(model, is_resident):
-    """So much of it may be elsewhere. What is in the engine's memory is not asked for at all."""
+async def test_a_load_has_the_length_of_the_sessions_history(model, is_resident):
+    """Some of it may be elsewhere. KV in the engine's memory is not requested at all."""
     async with running_engine(model, keeps_residents=is_resident) as engine:
-        request = engine.request(await stored_turn(engine), history_tokens=47)
+        request = engine.request(await run_stored_turn(engine), history_tokens=47)
         await engine.loop.generate(request)
         engine.loop.keep(request, request.token_ids[:-1])
         assert engine.store.histories == ([0] if is_resident else [0, 47])
@@ -106,11 +106,11 @@ async def test_a_load_says_what_its_session_had(model, is_resident):
 
 
 @pytest.mark.parametrize("num_failures", [0, 1])
-async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
-    """Without layers one by one the turn fails all the same."""
+async def test_a_load_announced_as_complete_may_break_off(model, num_failures):
+    """The turn fails even without separate layers."""
     preload = PreloadPolicy(is_layerwise=False, buffer_layers=99)
     async with running_engine(model, preload, keeps_residents=False) as engine:
-        following = await stored_turn(engine)
+        following = await run_stored_turn(engine)
         engine.store.num_failing_loads = num_failures
         turn = await engine.run(following)
         assert turn.num_preemptions == 0
@@ -119,20 +119,20 @@ async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
         await engine.all_released()
 
 
-async def test_a_turn_joins_the_batch_as_soon_as_its_read_buffer_is_there(model, monkeypatch):
-    """The load of the other layers waits for that, and nobody for the time that is the last."""
+async def test_a_turn_joins_the_batch_when_its_read_buffer_is_loaded(model, monkeypatch):
+    """The load of other layers waits for that; other turns do not wait for the last layer."""
     monkeypatch.setattr("inference_svc.core.scheduling.start_gate.HOLD_LIMIT_NS", 1 << 60)
     async with running_engine(model, PreloadPolicy(buffer_layers=1), keeps_residents=False) as e:
-        following = await stored_turn(e)
-        async with asyncio.timeout(60):  # else it would stand still
+        following = await run_stored_turn(e)
+        async with asyncio.timeout(60):  # otherwise it would make no progress
             turn = await e.run(following)
         assert turn.buffer_layers == 1
         assert turn.sink.token_ids == await alone(model, following)
         await e.all_released()
 
 
-async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
-    """Also where saves follow it: those of the others are stored, and nobody waits for the rest."""
+async def test_a_failed_step_of_several_is_repeated_one_by_one(model):
+    """Also with saves: those of the others are stored, and nothing waits for the rest."""
     async with running_engine(model) as engine:
         running = engine.request(FIRST, 30, session="running")
         answer = asyncio.create_task(engine.loop.generate(running))
@@ -153,8 +153,8 @@ async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
         assert {key.session_id for key in engine.store.rows} == {"good", "running"}
 
 
-async def test_residents_are_few(model):
-    """The least recently used one goes, and its memory with it."""
+async def test_the_number_of_residents_is_bounded(model):
+    """The least recently used one is freed."""
     async with running_engine(model, most_residents=2) as engine:
         for first, name in enumerate("abc"):
             await engine.run([20 + first, 21, 22], session=name)
@@ -171,8 +171,8 @@ async def test_residents_are_few(model):
         await engine.all_released()
 
 
-async def test_an_engine_says_what_goes_on(model):
-    """Who runs and waits, what is reserved and saved; nothing of it when all is over."""
+async def test_the_engines_gauges(model):
+    """Running and waiting turns, reserved and saved memory; all zero at the end."""
     async with running_engine(model, max_running=1, max_loading=1) as engine:
         loop = engine.loop
         loop.scheduler.queue.weights = {"default": 2.0}

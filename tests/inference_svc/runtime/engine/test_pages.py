@@ -1,4 +1,4 @@
-"""An engine whose KV is on pages: sessions hold what they have in common once, and grow."""
+"""An engine with KV on pages: sessions share common beginnings, and grow."""
 
 import asyncio
 
@@ -18,15 +18,15 @@ def model(tiny_model):
 
 
 def used_slots(engine):
-    """How many slots are not free, of sequences."""
+    """Count the slots of sequences that are not free."""
     scheduler = engine.scheduler
     held = scheduler.slots.reserved_slots + scheduler.residents.num_slots
     assert held - scheduler.slots.shared_slots == 4000 - scheduler.held_slots.free_slots
     return 4000 - scheduler.held_slots.free_slots
 
 
-async def test_many_sessions_hold_one_prompt_once(model):
-    """One of them computed it; of each of the others there is what is its own."""
+async def test_many_sessions_store_one_prompt_once(model):
+    """One of them computed it; the others have only their own tokens."""
     async with running_engine(model, **PAGES) as engine:
         await engine.run([*SYSTEM, 7, 8], session="first")
         before = used_slots(engine)
@@ -42,8 +42,8 @@ async def test_many_sessions_hold_one_prompt_once(model):
         await engine.all_released()
 
 
-async def test_who_computed_it_first_may_go(model):
-    """Its pages are the others' as well."""
+async def test_the_session_that_computed_a_prompt_may_go(model):
+    """Its pages belong to the others as well."""
     async with running_engine(model, **PAGES) as engine:
         first = await engine.run([*SYSTEM, 7, 8], session="first")
         other = await engine.run([*SYSTEM, 330, 7], session="other")
@@ -57,8 +57,8 @@ async def test_who_computed_it_first_may_go(model):
         await engine.all_released()
 
 
-async def test_a_discard_leaves_what_others_have_as_it_is(model):
-    """Tokens move within copies of the pages; the other session answers as it would alone."""
+async def test_a_discard_does_not_change_shared_pages(model):
+    """Tokens move within copies of them; the other session answers as it would alone."""
     async with running_engine(model, **PAGES) as engine:
         first = await engine.run([*SYSTEM, 7, 8], session="first")
         other = await engine.run([*SYSTEM, 330, 7], session="other")
@@ -90,8 +90,8 @@ async def test_a_discard_without_room_for_copies_drops_the_kv(model):
         await engine.all_released()
 
 
-async def test_an_answer_grows_where_it_is(model):
-    """Page by page, without being preempted, as long as there is a free page."""
+async def test_an_answer_grows_in_place(model):
+    """Page by page, without preemption, while there is a free page."""
     async with running_engine(model, answer_tokens=1, **PAGES) as engine:
         turn = await engine.run(range(20, 60), 90)
         assert (turn.num_preemptions, turn.sink.token_ids) == (
@@ -102,8 +102,8 @@ async def test_an_answer_grows_where_it_is(model):
         await engine.all_released()
 
 
-async def test_answers_that_find_no_page_wait_for_each_other(model):
-    """They are preempted, and go on from what is left of theirs in memory or in the store."""
+async def test_answers_without_a_free_page_wait_for_each_other(model):
+    """They are preempted, and continue with their rows in memory or from the store."""
     async with running_engine(model, kv_slots=200, answer_tokens=1, **PAGES) as engine:
         prompts = [range(20 + n, 60 + n) for n in range(4)]
         turns = await asyncio.gather(
@@ -116,8 +116,8 @@ async def test_answers_that_find_no_page_wait_for_each_other(model):
 
 
 @pytest.mark.parametrize(("page_tokens", "num_kept"), [(4, 64), (5, 60), (20, 60)])
-async def test_another_answer_takes_pages_of_its_own(model, page_tokens, num_kept):
-    """What is thrown away was shared: of a page that the others fill nothing is kept."""
+async def test_another_answer_gets_its_own_pages(model, page_tokens, num_kept):
+    """The discarded part was shared: a page that others fill is not kept."""
     async with running_engine(model, **PAGES | {"page_tokens": page_tokens}) as engine:
         first = await engine.run([*SYSTEM, 7, 8], session="first")
         other = await engine.run([*SYSTEM, 330, 7], session="other")

@@ -1,4 +1,4 @@
-"""An engine whose decode steps are replayed: it answers, saves and loads as one that computes."""
+"""An engine with replayed decode steps answers, saves and loads like one that computes."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-async def test_turns_are_those_of_an_engine_that_computes(model):
-    """Beside each other; and again from what the store has of replayed steps."""
+async def test_turns_equal_those_of_an_engine_that_computes(model):
+    """Beside each other; and again with the stored results of replayed steps."""
     capture = RecordedGraphs()
     async with running_engine(model, capture=capture, **PAGES) as engine:
         before = capture.num_replayed
@@ -30,7 +30,7 @@ async def test_turns_are_those_of_an_engine_that_computes(model):
         assert counts["steps_failed"] == 0
         assert counts["steps"] > counts["steps_replayed"] >= 19  # all but those of the prompts
         assert capture.num_replayed == before + counts["steps_replayed"]
-        await engine.all_released()  # what was resident is gone: it is loaded
+        await engine.all_released()  # residents are gone: it is loaded
         following = [*turns[0].token_ids, 60, 61]
         again = await engine.run(following, session="0")
         assert again.outcome.tier_tokens == {"dram": len(following) - 3}
@@ -38,8 +38,8 @@ async def test_turns_are_those_of_an_engine_that_computes(model):
         await engine.all_released()
 
 
-async def test_a_step_that_fails_is_computed_by_parts_and_replayed_again(model):
-    """Whoever was beside the one at fault has its answer."""
+async def test_a_failed_step_is_computed_in_parts_and_replayed_later(model):
+    """Requests beside the failing one get their answers."""
     async with running_engine(model, capture=RecordedGraphs(), **PAGES) as engine:
         counts = engine.counters.snapshot
         good, bad = engine.request(range(20, 45), 12), engine.request([13, 14], session="bad")

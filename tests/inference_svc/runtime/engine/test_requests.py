@@ -1,4 +1,4 @@
-"""Turns whose tokens find little room in the write ring: the same answers, the same KV stored."""
+"""Turns with little room in the write ring: the same answers, and the same stored KV."""
 
 import asyncio
 
@@ -18,8 +18,8 @@ def model(tiny_model):
 @pytest.mark.parametrize(
     "write_slots", [1, 4000, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 16, 40))]
 )
-async def test_a_ring_of_any_size_stores_all_that_is_computed(model, monkeypatch, write_slots):
-    """Turns beside each other, and again over what was stored of them."""
+async def test_a_ring_of_any_size_stores_all_computed_tokens(model, monkeypatch, write_slots):
+    """Turns beside each other, and again over their stored history."""
     monkeypatch.setattr(ring_account, "STALL_LIMIT_NS", 60 * NS_PER_S)  # a busy machine stalls
     async with running_engine(model, write_slots=write_slots, keeps_residents=False) as engine:
         prompts = [list(range(20 + n, 90 + 7 * n)) for n in range(3)]
@@ -41,8 +41,8 @@ async def test_a_ring_of_any_size_stores_all_that_is_computed(model, monkeypatch
 
 
 @pytest.mark.parametrize("write_slots", [5, 40])
-async def test_residents_go_on_with_little_room(model, write_slots):
-    """What is resident and what is stored are the same tokens."""
+async def test_residents_continue_with_little_room(model, write_slots):
+    """Resident and stored tokens are equal."""
     async with running_engine(model, write_slots=write_slots) as engine:
         first = await engine.run(range(20, 60))
         following = [*first.token_ids, *range(70, 95)]
@@ -57,8 +57,8 @@ async def test_residents_go_on_with_little_room(model, write_slots):
         await engine.all_released()
 
 
-async def test_a_store_that_stands_still_holds_nobody_up_for_long(model):
-    """The turn runs on, and is not saved."""
+async def test_a_stalled_store_delays_turns_only_briefly(model):
+    """The turn continues, and is not saved."""
     async with running_engine(model, write_slots=16, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         turn = await engine.run(range(20, 90))
@@ -71,8 +71,8 @@ async def test_a_store_that_stands_still_holds_nobody_up_for_long(model):
         await engine.all_released()
 
 
-async def test_who_goes_on_unsaved_still_gets_its_history(model):
-    """Its load begins when it is in the batch, after its buffer was given up."""
+async def test_an_unsaved_turn_still_gets_its_history(model):
+    """Its load begins when it is in the batch, after its buffer was freed."""
     preload = PreloadPolicy(buffer_layers=0)
     async with running_engine(model, preload, write_slots=40, keeps_residents=False) as engine:
         first = await engine.run(range(20, 60))
@@ -94,8 +94,8 @@ async def test_who_goes_on_unsaved_still_gets_its_history(model):
         await engine.all_released()
 
 
-async def test_a_store_that_refuses_holds_nobody_up_at_all(model):
-    """Nothing is waited for that will not come: the turn is not saved from the first refusal on."""
+async def test_a_refusing_store_delays_no_turn(model):
+    """There is nothing to wait for: the turn is not saved from the first refusal on."""
     async with running_engine(model, write_slots=16, keeps_residents=False) as engine:
         engine.store.save = refuse
         turn = await engine.run(range(20, 90))
@@ -106,12 +106,12 @@ async def test_a_store_that_refuses_holds_nobody_up_at_all(model):
 
 
 async def refuse(**_asked):
-    """The answer of a store without room."""
+    """Answer as a store without room."""
     return "no_space"
 
 
 async def test_a_preempted_turn_and_its_successor_share_the_ring(model):
-    """Who is preempted is stored as far as it came, beside the turn that took its place."""
+    """The preempted one's tokens so far are stored, beside those of the turn in its place."""
     async with running_engine(model, write_slots=24, max_running=1, answer_tokens=200) as engine:
         low = engine.request(range(20, 60), 60, session="low")
         answer = asyncio.create_task(engine.loop.generate(low))

@@ -20,12 +20,12 @@ def model(tiny_model):
     ("num_common", "num_shared"),
     [
         (40, 40),  # in the last block, whose keys before RoPE are kept
-        (24, 16),  # in a block before it: the rest of that could not be saved anew
+        (24, 16),  # in an earlier block: the rest of it could not be saved again
         (15, 0),
     ],
 )
-async def test_what_two_sessions_begin_with_is_copied(model, num_common, num_shared):
-    """Both answer as they would alone, and what the store has of both serves the next turns."""
+async def test_a_common_beginning_is_copied(model, num_common, num_shared):
+    """Both answer as they would alone, and both sessions' stored KV serves their next turns."""
     async with running_engine(model, **BLOCK) as engine:
         await engine.run(FIRST, session="a")
         prompt = [*FIRST[:num_common], *range(90, 100)]
@@ -45,8 +45,8 @@ async def test_what_two_sessions_begin_with_is_copied(model, num_common, num_sha
         await engine.all_released()
 
 
-async def test_many_sessions_share_one_prompt_at_once(model):
-    """They copy it beside each other, and it stays."""
+async def test_many_sessions_copy_one_prompt_at_once(model):
+    """The source stays."""
     async with running_engine(model, **BLOCK) as engine:
         await engine.run(FIRST, session="a")
         prompts = {f"s{number}": [*FIRST, 90 + number, 7] for number in range(6)}
@@ -61,8 +61,8 @@ async def test_many_sessions_share_one_prompt_at_once(model):
         await engine.all_released()
 
 
-async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
-    """Its memory is nobody else's until the copy is over."""
+async def test_a_session_is_deleted_while_its_prefix_is_copied(model):
+    """Its memory is not lent again until the copy has ended."""
     async with running_engine(model, **BLOCK) as engine:
         first = await engine.run(FIRST, session="a")
         await engine.loop.idle.wait()
@@ -86,8 +86,8 @@ async def test_a_session_that_is_deleted_while_its_prefix_is_copied(model):
         await engine.all_released()
 
 
-async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
-    """What it copied from stays."""
+async def test_a_turn_cancelled_while_it_copies_frees_everything(model):
+    """The source stays."""
     async with running_engine(model, **BLOCK) as engine:
         await engine.run(FIRST, session="a")
         await engine.loop.idle.wait()
@@ -104,7 +104,7 @@ async def test_a_turn_that_is_cancelled_while_it_copies_gives_all_back(model):
 
 
 async def test_the_save_of_a_shared_prefix_comes_first(model):
-    """Until then the store could not tell what the rest goes on from."""
+    """Before it the store could not chain the later blocks."""
     async with running_engine(model, **BLOCK) as engine:
         engine.store.may_end.clear()
         first = await engine.run(FIRST, session="a")

@@ -1,4 +1,4 @@
-"""Sessions that come at the same time and begin alike: one of them computes that for all."""
+"""Simultaneous sessions with one beginning: one of them computes it for all."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def model(tiny_model):
 @pytest.mark.parametrize(
     ("write_slots", "page_tokens"), sampled_cases([4000, 100], [4, None], count=2, seed=1)
 )
-async def test_sessions_that_come_at_once_compute_one_prompt_once(model, write_slots, page_tokens):
+async def test_simultaneous_sessions_compute_one_prompt_once(model, write_slots, page_tokens):
     """The first computes it, while the others wait; each answers as it would alone."""
     limits = {"page_tokens": page_tokens, "write_slots": write_slots, "block_tokens": BLOCK_TOKENS}
     async with running_engine(model, **limits) as engine:
@@ -38,8 +38,8 @@ async def test_sessions_that_come_at_once_compute_one_prompt_once(model, write_s
 
 
 @pytest.mark.parametrize("page_tokens", [4, None])
-async def test_what_is_shared_is_saved_once_the_first_has_saved_it(model, page_tokens):
-    """While that one still answers: others do not fill the write ring until it is through."""
+async def test_a_shared_prefix_is_saved_once_its_first_session_has_saved_it(model, page_tokens):
+    """While that one still answers: others do not fill the write ring until its end."""
     limits = {"page_tokens": page_tokens, "block_tokens": BLOCK_TOKENS}
     async with running_engine(model, **limits) as engine:
         first = asyncio.ensure_future(engine.run([*SYSTEM, 330, 7], 3000, session="first"))

@@ -1,4 +1,4 @@
-"""A step of several requests: what it counts, what it leaves out of its time, who follows it."""
+"""A step of several requests: its counts, its time, and the gates it waits for."""
 
 import pytest
 
@@ -23,7 +23,7 @@ WAITED_S = 1e6
 
 
 class SlowGate(LayerGate):
-    """All that is waited for is there, after a million seconds."""
+    """A gate that opens after a million seconds."""
 
     def wait(self, layer_index, timeout_s=0.0):
         super().wait(layer_index, 0.0)
@@ -31,7 +31,7 @@ class SlowGate(LayerGate):
 
 
 class NotedRates(Rates):
-    """Keeps what is noted of steps."""
+    """Records the noted steps."""
 
     def __init__(self):
         super().__init__()
@@ -41,14 +41,14 @@ class NotedRates(Rates):
 
 @pytest.fixture
 def stepper(tiny):
-    """A stepper of a model with two layers."""
+    """Make a stepper of a model with two layers."""
     thread = WorkerThread("compute")
     yield Stepper(tiny("llama").runner, thread, Counters(), NotedRates(), TurnHistograms())
     thread.close()
 
 
 class NotedSampler(Sampler):
-    """Notes how many tokens were computed when it starts, and when it samples."""
+    """Records how many tokens were computed when it starts, and when it samples."""
 
     def __init__(self):
         super().__init__(SAMPLING)
@@ -63,8 +63,8 @@ class NotedSampler(Sampler):
         return super().sample(logits_row, prior_token_ids)
 
 
-def requested(tiny, number, token_ids):
-    """A request with memory, all of whose tokens but those are computed."""
+def make_request(tiny, number, token_ids):
+    """Make a request with memory, with all tokens computed but those."""
     key = SessionKey("default", "m", str(number))
     request = EngineRequest(number, key, token_ids, 4, 1, sampler=Sampler(SAMPLING), sink=None)
     request.kv = tiny("llama").new_kv(32)
@@ -72,15 +72,15 @@ def requested(tiny, number, token_ids):
 
 
 def part_of(request, num_tokens):
-    """Its next tokens; the last one is sampled after."""
+    """Make the chunk of its next tokens; the last one is sampled afterwards."""
     start = request.computed_tokens
     chunk = Chunk(request.kv, request.token_ids[start : start + num_tokens], want_logits=True)
     return StepInput(request, chunk)
 
 
-async def test_a_step_counts_what_it_computed(tiny, stepper):
-    """Turns, tokens, and what they attend to: each token to those before it and itself."""
-    one, other = (requested(tiny, number, list(range(5, 25))) for number in (1, 2))
+async def test_a_step_counts_its_work(tiny, stepper):
+    """Turns, tokens, and attended pairs: each token with those before it and itself."""
+    one, other = (make_request(tiny, number, list(range(5, 25))) for number in (1, 2))
     await stepper.step([part_of(one, 3)])
     one.computed_tokens = 3
     outputs = await stepper.step([part_of(one, 4), part_of(other, 6)])
@@ -94,9 +94,9 @@ async def test_a_step_counts_what_it_computed(tiny, stepper):
     assert stepper._counters.snapshot()["steps_failed"] == 0
 
 
-async def test_what_is_sampled_is_started_before_the_pass(tiny, stepper):
-    """Once more where a step is repeated; not where no token is to be sampled."""
-    one, other, third = (requested(tiny, number, list(range(5, 25))) for number in (1, 2, 3))
+async def test_sampling_is_started_before_the_pass(tiny, stepper):
+    """Again if a step is repeated; not where no token is sampled."""
+    one, other, third = (make_request(tiny, number, list(range(5, 25))) for number in (1, 2, 3))
     for request in (one, other, third):
         request.sampler = NotedSampler()
         request.sampler.kv = request.kv
@@ -112,12 +112,12 @@ async def test_what_is_sampled_is_started_before_the_pass(tiny, stepper):
 
 
 async def test_a_replayed_step_says_nothing_about_prompts(tiny):
-    """It is counted, and busy time; but its time is not what computing takes."""
+    """It is counted as busy time; but its time is not that of computing."""
     model, thread = tiny("llama"), WorkerThread("compute")
     steps = PagedSteps(model.loaded, model.calibration)
     runner = steps.replaying(RecordedGraphs(), [StepShape(1, 64)])
     stepper = Stepper(runner, thread, Counters(), NotedRates(), TurnHistograms())
-    request = requested(tiny, 1, list(range(5, 25)))
+    request = make_request(tiny, 1, list(range(5, 25)))
     request.kv, _ = steps.sequence([5, 6, 7], 32, is_stored=False)
     for size in (4, 1, 1):
         request.computed_tokens = request.kv.num_tokens
@@ -131,9 +131,9 @@ async def test_a_replayed_step_says_nothing_about_prompts(tiny):
     assert (counts["steps"], counts["steps_replayed"]) == (3, 2)
 
 
-async def test_waiting_for_history_is_not_computing(tiny, stepper):
-    """The time of a step is without it; what was waited for before is none of the step's."""
-    request = requested(tiny, 1, list(range(5, 25)))
+async def test_waiting_for_history_does_not_count_as_computing(tiny, stepper):
+    """The step's time is without it; earlier waits do not belong to the step."""
+    request = make_request(tiny, 1, list(range(5, 25)))
     request.kv.gate = gate = SlowGate(2)
     gate._waited_s = 7 * WAITED_S
     gate.open(2)
@@ -144,9 +144,9 @@ async def test_waiting_for_history_is_not_computing(tiny, stepper):
     assert -2 * WAITED_S <= seconds < -WAITED_S
 
 
-async def test_what_was_waited_for_is_the_turns(tiny):
-    """Once it is known whether its history has come; if it has not, nothing may pass."""
-    request = requested(tiny, 1, list(range(5, 25)))
+async def test_a_wait_belongs_to_its_turn(tiny):
+    """Once its history is known to have arrived; otherwise the step fails."""
+    request = make_request(tiny, 1, list(range(5, 25)))
     settle_load(request)
     request.kv.gate = gate = SlowGate(2)
     gate._waited_s = 3.0

@@ -1,4 +1,4 @@
-"""Rows of arena slots as tensors: at the offsets the layout says, and nowhere else."""
+"""Rows of arena slots as tensors: exactly at the layout's offsets."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ def make_arena_map(layout, num_slots=NUM_SLOTS):
 
 
 def by_offsets(arena, layout, slot_id, layer_index, component_index):
-    """Read a component of a slot byte by byte as the layout's docstring describes it."""
+    """Read a component of a slot byte by byte, as the layout's docstring describes."""
     component = layout.layers[layer_index].components[component_index]
     begin = slot_id * layout.block_bytes + layout.component_offset(layer_index, component_index)
     num_bytes = layout.block_tokens * component.token_bytes
@@ -60,8 +60,8 @@ def components_of(layout):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_views_lie_where_the_layout_says(dtype):
-    """What is written through a view is found at the component's offset of that slot."""
+def test_views_have_the_layouts_offsets(dtype):
+    """Values written through a view are found at the component's offset of that slot."""
     layout = mixed_layout(dtype)
     arena = make_arena_map(layout)
     rows = ArenaKv(arena, layout)
@@ -93,7 +93,7 @@ def test_components_of_other_dtypes_share_an_arena():
     "slot_ids", [[2, 3, 4], [4, 0, 5], [3]], ids=["side by side", "any", "one"]
 )
 @pytest.mark.parametrize(("start", "num_tokens"), [(0, 5), (1, 3), (4, 1)])
-def test_scatter_changes_the_rows_of_the_run_alone(slot_ids, start, num_tokens):
+def test_scatter_changes_only_the_rows_of_the_run(slot_ids, start, num_tokens):
     """After scatter exactly the named rows of the named slots differ; gather reads them back."""
     layout = mixed_layout("float32")
     arena = make_arena_map(layout)
@@ -118,8 +118,8 @@ def test_scatter_changes_the_rows_of_the_run_alone(slot_ids, start, num_tokens):
     assert torch.equal(head_major.permute(1, 2, 0, 3), source)
 
 
-def test_runs_split_between_slots():
-    """Pieces of a run are whole slots, in order, of at most so many tokens."""
+def test_runs_are_split_into_slots():
+    """Pieces are whole slots, in order, of a limited number of tokens."""
     run = SlotRun([5, 3, 4, 0, 1], 1, 3)
     assert run.num_tokens == 15
     assert [piece.slot_ids for piece in run.split(7)] == [[5, 3], [4, 0], [1]]
@@ -131,13 +131,13 @@ def test_runs_split_between_slots():
     ("slot_ids", "is_one"),
     [([0], True), ([0, 1, 2], True), ([4, 5], True), ([1, 0], False), ([0, 2], False)],
 )
-def test_slots_side_by_side_are_known(slot_ids, is_one):
+def test_adjacent_slots_are_recognised(slot_ids, is_one):
     """They are copied in one call, from the first slot on."""
     assert SlotRun(slot_ids, 0, 5).is_consecutive is is_one
 
 
 def test_slots_outside_the_arena_are_refused():
-    """A slot id that kvd never had cannot reach other memory."""
+    """An unknown slot id must not reach other memory."""
     layout = mixed_layout("float32")
     rows = ArenaKv(make_arena_map(layout), layout)
     for slot_ids in ([0, NUM_SLOTS], [0, -1], [NUM_SLOTS - 1, NUM_SLOTS], [-1], [-1, 0]):
@@ -158,7 +158,7 @@ def test_slots_smaller_than_blocks_are_refused():
 
 
 def test_rows_stay_readable_after_the_arena_is_closed():
-    """The mapping lives as long as somebody views it, though the arena hands out no more."""
+    """The mapping lives as long as views of it, though the arena gives out no more."""
     layout = mixed_layout("float32")
     arena = make_arena_map(layout)
     rows = ArenaKv(arena, layout)

@@ -1,4 +1,4 @@
-"""The order of copies and computing, with marks that say themselves when they are reached."""
+"""The order of copies and computing, with marks that tests control."""
 
 import torch
 
@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 class _Mark:
-    """A point that is reached when a test says so, or when it is waited for."""
+    """A point that is reached when a test sets it, or when it is waited for."""
 
     def __init__(self, *, is_reached=False) -> None:
         self.is_reached = is_reached
@@ -20,8 +20,8 @@ class _Mark:
         self.is_reached = True
 
 
-def test_parts_are_done_in_order_and_two_are_under_way():
-    """A part that is done at once is reported at once; one behind another never before it."""
+def test_parts_end_in_order_and_two_are_active():
+    """A part that ends at once is reported at once, but never before an earlier one."""
     done = []
     parts = CopyProgress(done.append)
     parts.add(_Mark(is_reached=True))
@@ -42,7 +42,7 @@ def test_parts_are_done_in_order_and_two_are_under_way():
     assert done == [1, 2, 3, 4, 5]
 
 
-def test_on_a_cpu_a_copy_is_done_when_it_returns():
+def test_on_a_cpu_a_copy_has_ended_when_it_returns():
     """Every mark is reached, so that a layer opens as soon as it is copied."""
     stream = CopyStream(CPU)
     source, target = torch.arange(8), torch.zeros(8, dtype=torch.long)

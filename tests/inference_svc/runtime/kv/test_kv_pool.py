@@ -1,4 +1,4 @@
-"""The pool: pieces that never overlap, memory that is not reused while anybody reads it."""
+"""The pool: pieces never overlap, and memory is not lent again while it is read."""
 
 import random
 import sys
@@ -18,7 +18,7 @@ from inference_svc.runtime.memory import HUGE_PAGE_BYTES, allocate_region, popul
 CPU = torch.device("cpu")
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
 FULL_LINES = [LayerShape((2, 8), (2, 8))] * 2  # their rows are a multiple of 64 bytes
-SOON = 60.0  # seconds that nothing here takes unless it is broken
+SOON = 60.0  # seconds that only a broken test takes
 
 
 def make_pool(num_slots, shapes=SHAPES, dtype=torch.float32):
@@ -41,7 +41,7 @@ def holds(rows, number):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["padded rows", "full rows"])
 def test_pieces_fill_the_region_and_do_not_overlap(shapes, dtype):
-    """Sequences' KV and buffers that together take every row each keep what was written to them."""
+    """Sequences' KV and buffers that fill it keep their contents."""
     pool = make_pool(60, shapes, dtype=dtype)
     lent = [pool.new_kv(20), pool.new_write_buffer(5, 13), pool.new_kv(1)]
     lent.append(pool.new_write_buffer(0, pool.num_free))
@@ -58,7 +58,7 @@ def test_pieces_fill_the_region_and_do_not_overlap(shapes, dtype):
 
 @pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["several shapes", "one shape"])
 def test_layers_of_a_piece_do_not_overlap(shapes):
-    """Keys and values of every layer have memory of their own, in sequences' KV and in buffers."""
+    """Keys and values of every layer have separate memory."""
     pool = make_pool(60, shapes)
     for rows in (pool.new_kv(7), pool.new_write_buffer(0, 9)):
         for number, tensor in enumerate(tensors(rows)):
@@ -66,8 +66,8 @@ def test_layers_of_a_piece_do_not_overlap(shapes):
         assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors(rows)))
 
 
-def test_sequence_kvs_begin_at_cache_lines():
-    """Whatever a row's size, a sequence's KV of any row begins at a multiple of 64 bytes."""
+def test_sequences_kv_begin_at_cache_lines():
+    """With any row size, it begins at a multiple of 64 bytes."""
     pool = make_pool(10, [LayerShape((1, 5), (1, 2))])
     assert pool.token_slot_bytes == 64
     begins = [pool.new_kv(1).keys[0].data_ptr() for _ in range(10)]
@@ -75,8 +75,8 @@ def test_sequence_kvs_begin_at_cache_lines():
     assert sorted(begins) == list(range(min(begins), min(begins) + 640, 64))
 
 
-def test_without_contiguous_room_rows_come_from_elsewhere():
-    """KV that does not fit gets memory of its own, is counted, and gives nothing back."""
+def test_without_contiguous_room_rows_have_separate_memory():
+    """KV that does not fit gets its own memory, which is counted, and not returned to the pool."""
     pool = make_pool(30)
     first, second = pool.new_kv(12), pool.new_kv(6)
     pool.release(first)
@@ -93,7 +93,7 @@ def test_without_contiguous_room_rows_come_from_elsewhere():
 
 
 def test_released_rows_are_lent_again():
-    """What was given back joins its neighbours and is used for the next sequence KV."""
+    """Released rows join their neighbours and are used for the next sequence KV."""
     pool = make_pool(30)
     lent = [pool.new_kv(10) for _ in range(3)]
     for rows in lent:
@@ -103,7 +103,7 @@ def test_released_rows_are_lent_again():
 
 
 def test_rows_are_not_lent_while_a_copy_holds_them():
-    """Release during a copy only marks rows: the last holder that leaves gives them back."""
+    """A release during a copy only marks the rows: the last holder frees them."""
     pool = make_pool(10)
     kv = pool.new_kv(10)
     with kv.hold():
@@ -117,8 +117,8 @@ def test_rows_are_not_lent_while_a_copy_holds_them():
     assert pool.num_free == 10
 
 
-def test_a_hold_may_be_left_in_another_thread():
-    """A save takes hold where it is ordered, and lets go where it is done."""
+def test_a_hold_may_end_in_another_thread():
+    """A save takes it where it is ordered, and releases it where it ends."""
     pool = make_pool(10)
     buffer = pool.new_write_buffer(0, 10)
     hold = buffer.hold()
@@ -129,7 +129,7 @@ def test_a_hold_may_be_left_in_another_thread():
     assert pool.num_free == 10
 
 
-def test_a_copy_that_fails_lets_go():
+def test_a_failed_copy_ends_its_hold():
     """An error inside a hold gives the rows back too."""
     pool = make_pool(10)
     kv = pool.new_kv(10)
@@ -141,8 +141,8 @@ def test_a_copy_that_fails_lets_go():
     assert pool.num_free == 10
 
 
-def test_misuse_is_an_assertion():
-    """Releasing twice, holding what was released, and lending no rows are mistakes."""
+def test_misuse_violates_an_invariant():
+    """Releasing twice, holding released rows, and lending no rows."""
     pool = make_pool(10)
     kv = pool.new_kv(4)
     pool.release(kv)
@@ -165,7 +165,7 @@ def test_misuse_is_an_assertion():
 
 @pytest.fixture
 def restless():
-    """Let threads take turns as often as can be, so that what may interleave does."""
+    """Let threads alternate as often as possible, so that races show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -173,9 +173,9 @@ def restless():
 
 
 def exercise(pool, lend, num_rounds, num_threads):
-    """Owners write a number, hand the rows to copies that verify it, and release meanwhile.
+    """Let owners write a number, start copies that verify it, and release the rows meanwhile.
 
-    Returns how many copies saw another number than was written.
+    Return how many copies saw another number than was written.
     """
     num_wrong = [0] * num_threads
 
@@ -216,16 +216,16 @@ def lend_some(pool, chance):
     return pool.new_write_buffer(chance.randrange(100), size)
 
 
-def test_no_copy_ever_reads_rows_of_another_owner(restless):
-    """Under threads that lend, copy and release at random, every copy sees its owner's rows."""
+def test_no_copy_reads_rows_of_another_owner(restless):
+    """With threads that lend, copy and release at random."""
     pool = make_pool(64)
     assert exercise(pool, lend_some, num_rounds=150, num_threads=3) == 0
     pool.check()
     assert pool.num_free == 64
 
 
-def test_the_exercise_notices_rows_reused_too_early(restless):
-    """With holds that do not count, the same exercise finds copies that read foreign rows."""
+def test_the_exercise_detects_rows_lent_too_early(restless):
+    """With holds that have no effect, it finds copies that read other owners' rows."""
 
     class Careless(MemoryHold):
         def hold(self):
@@ -240,8 +240,8 @@ def test_the_exercise_notices_rows_reused_too_early(restless):
     assert exercise(pool, lend, num_rounds=150, num_threads=3) > 0
 
 
-def test_the_account_changes_under_the_lock_only():
-    """Lending and giving back, which threads do at once, take turns at the account of rows."""
+def test_the_accounts_change_under_the_lock_only():
+    """Lending and releasing, which threads do at once, are serialised."""
 
     class Watched(SlotSpace):
         def allocate(self, num_slots, *, from_top=False):
@@ -261,8 +261,8 @@ def test_the_account_changes_under_the_lock_only():
     assert pool.num_free == 10
 
 
-def test_sequences_lie_at_one_end_and_write_buffers_at_the_other():
-    """What comes and goes in small pieces leaves the room of large ones whole."""
+def test_sequences_and_write_buffers_lie_at_opposite_ends():
+    """Small short-lived pieces do not fragment the room for large ones."""
     pool = make_pool(64)
     begin = pool._region.data_ptr()
     kv, buffer = pool.new_kv(10), pool.new_write_buffer(0, 10)
@@ -270,8 +270,8 @@ def test_sequences_lie_at_one_end_and_write_buffers_at_the_other():
     assert buffer.keys[0].data_ptr() == begin + 54 * pool.token_slot_bytes
 
 
-def test_prefault_keeps_what_is_written():
-    """Faulting pages in changes no byte, and says how much is there."""
+def test_prefault_keeps_contents():
+    """It changes no byte, and returns the allocated size."""
     num_slots = 3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes
     pool = make_pool(num_slots)
     kv = pool.new_kv(num_slots)
@@ -282,8 +282,8 @@ def test_prefault_keeps_what_is_written():
     assert holds(kv, 7.0)
 
 
-def test_prefault_stops_when_closed():
-    """A pool that is closed faults in nothing more; lent rows stay usable."""
+def test_prefault_stops_when_the_pool_is_closed():
+    """Lent rows stay usable."""
     pool = make_pool(3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes)
     kv = pool.new_kv(10)
     pool.close()
@@ -292,8 +292,8 @@ def test_prefault_stops_when_closed():
     assert holds(kv, 3.0)
 
 
-def test_populate_goes_in_steps():
-    """Between steps it asks whether to go on, so that closing does not take long."""
+def test_populate_works_in_steps():
+    """In between it checks whether to continue, so that closing is fast."""
     region = allocate_region(HUGE_PAGE_BYTES, CPU, torch.float32)
     answers = iter([False, True])
     assert populate(region, lambda: next(answers)) in (0, region.numel() * region.itemsize)

@@ -1,4 +1,4 @@
-"""Gates: nobody passes what is not open, and a failure reaches everybody."""
+"""Gates: no thread passes a closed layer, and a failure reaches all threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +10,11 @@ from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from shared.types.errors import LoadFailedError
 
 CPU = torch.device("cpu")
-SOON = 20.0  # seconds that nothing here takes unless it is broken
+SOON = 20.0  # seconds that only a broken test takes
 
 
 def test_open_layers_are_passed_without_the_lock():
-    """A layer that is open is passed at once, even while somebody holds the lock."""
+    """Even while another thread holds the lock."""
     gate = LayerGate(3)
     gate.open(2)
     with gate._changed:  # an ordinary thread would block on it
@@ -24,7 +24,7 @@ def test_open_layers_are_passed_without_the_lock():
 
 
 def test_a_closed_layer_times_out_and_may_open_later():
-    """Not being there in time is an error of who waits, not of the gate."""
+    """A timeout is the waiting thread's error, not the gate's."""
     gate = LayerGate(3)
     gate.open(1)
     with pytest.raises(LoadFailedError, match="layer 1"):
@@ -35,7 +35,10 @@ def test_a_closed_layer_times_out_and_may_open_later():
 
 
 def test_the_time_spent_blocked_is_counted():
-    """Waits at closed layers and for the confirmation add up; passing an open layer adds none."""
+    """Waits at closed layers and for the confirmation add up.
+
+    Passing an open layer adds nothing.
+    """
     gate = LayerGate(2)
     gate.open(1)
     for call in (lambda: gate.wait(1, 0.002), lambda: gate.wait_confirmed(0.002)):
@@ -48,7 +51,7 @@ def test_the_time_spent_blocked_is_counted():
 
 
 def test_layers_stay_open():
-    """Opening fewer layers than before changes nothing; more than there are is a mistake."""
+    """Opening fewer layers than before changes nothing; more than there are is a bug."""
     gate = LayerGate(3)
     gate.open(2)
     gate.open(1)
@@ -58,7 +61,7 @@ def test_layers_stay_open():
 
 
 def test_a_failure_closes_every_layer():
-    """Rows read through a gate that failed may be garbage: open layers cannot be passed either."""
+    """Rows behind a failed gate may be garbage: open layers cannot be passed either."""
     gate, error = LayerGate(2), OSError("gone")
     gate.open(1)
     gate.fail(error)
@@ -70,8 +73,8 @@ def test_a_failure_closes_every_layer():
     assert (gate.is_settled, gate.num_open, gate.error) == (True, 0, error)
 
 
-def test_the_first_outcome_stands():
-    """A confirmed gate cannot fail any more, a failed one cannot be confirmed."""
+def test_the_first_result_is_final():
+    """A confirmed gate cannot fail, a failed one cannot be confirmed."""
     confirmed, failed = LayerGate(1), LayerGate(1)
     confirmed.open(1)
     confirmed.confirm()
@@ -86,7 +89,7 @@ def test_the_first_outcome_stands():
         failed.wait_confirmed()
 
 
-def test_confirming_takes_all_layers():
+def test_confirming_needs_all_layers():
     """Rows that are not there cannot be vouched for."""
     gate = LayerGate(2)
     gate.open(1)
@@ -97,7 +100,7 @@ def test_confirming_takes_all_layers():
 
 
 def test_waiting_threads_pass_in_step_with_the_opener():
-    """A thread behind each layer sees exactly what was written before that layer opened."""
+    """A thread behind each layer sees what was written before that layer opened."""
     num_layers = 200
     gate, written = LayerGate(num_layers), [0] * num_layers
 
@@ -119,8 +122,8 @@ def test_waiting_threads_pass_in_step_with_the_opener():
             assert follower.result(SOON) == [index + 1 for index in range(num_layers)]
 
 
-def test_a_failure_wakes_who_waits():
-    """Threads blocked at a layer and at the confirmation get the error before their time is up."""
+def test_a_failure_wakes_waiting_threads():
+    """At a layer and at the confirmation, before their timeouts."""
     gate = LayerGate(1)
 
     def wait(call):
@@ -138,7 +141,7 @@ def test_a_failure_wakes_who_waits():
 
 
 def test_a_clock_knows_when_each_layer_is_computed():
-    """Layers that are opened together share a mark."""
+    """Layers opened together share a mark."""
     clock = StepClock(4, CPU)
     clock.on_enqueued(1)
     clock.on_enqueued(3)

@@ -1,4 +1,4 @@
-"""Groups of layers: which have pages in common, and where each has its tokens."""
+"""Groups of layers: which share pages, and where each has its tokens."""
 
 from math import prod
 
@@ -27,12 +27,12 @@ LAYERS = st.lists(st.tuples(st.booleans(), st.sampled_from(ALL)), min_size=2, ma
 
 
 def windows_of(layers):
-    """Every other of some layers has a window, of 20 tokens."""
+    """Give every other layer a window of 20 tokens."""
     return HeldWindows(HeldRows(9, 5, 6, 1, 1), frozenset(layers))
 
 
-def test_what_is_scored_and_what_a_block_has_stay_behind_the_window(tiny):
-    """As many tokens as the longer of the two has, beside the window and a step's."""
+def test_scored_tokens_and_a_block_stay_behind_the_window(tiny):
+    """As many tokens as the longer of the two, beside the window and a step's."""
     model = tiny("gemma3", has_windows=True)
     shapes, layout = [layer.shape for layer in model.calibration.layers], model.calibration.layout
     for scored_tokens in (layout.block_tokens - 1, layout.block_tokens + 1):
@@ -42,14 +42,14 @@ def test_what_is_scored_and_what_a_block_has_stay_behind_the_window(tiny):
 
 
 def grouped(layers):
-    """Return groups of layers, given as (has a window, shape), and their shapes."""
+    """Return groups of layers, given as (has a window, shape), with their shapes."""
     shapes = [shape for _, shape in layers]
     windows = windows_of(at for at, (has_window, _) in enumerate(layers) if has_window)
     return LayerGroups.of(windows, shapes, PAGE_TOKENS), shapes
 
 
 def test_groups_are_as_large_as_few_empty_places_allow():
-    """A layer in eight may be missing."""
+    """One layer in eight may be missing."""
     sizes = {(5, 29): 5, (8, 40): 8, (12, 12): 12, (10, 52): 6, (5, 6): 3, (20, 5): 5, (1, 5): 1}
     found = {
         (full, windowed): group_size({(False, 1): full, (True, 1): windowed})
@@ -58,7 +58,7 @@ def test_groups_are_as_large_as_few_empty_places_allow():
     assert found == sizes
 
 
-def test_layers_of_longer_rows_are_counted_as_several():
+def test_layers_of_longer_rows_count_several_times():
     """Gemma 4: ten layers of 4 x 512 without a window, fifty of 16 x 256 with one."""
     full, windowed = LayerShape((4, 512), (4, 512)), LayerShape((16, 256), (16, 256))
     shapes = ([windowed] * 5 + [full]) * 10
@@ -71,8 +71,8 @@ def test_layers_of_longer_rows_are_counted_as_several():
 
 
 @given(layers=LAYERS)
-def test_layers_are_in_groups_of_their_own_kind(layers):
-    """All of them, once; and few places of a page are empty."""
+def test_groups_have_layers_of_one_kind(layers):
+    """Each layer is in exactly one; and few places of a page are empty."""
     groups, shapes = grouped(layers)
     narrow = min(map(token_items_of, ([shape] for shape in shapes)))
     assert sorted(index for group in groups.layers for index in group) == list(range(len(layers)))
@@ -87,8 +87,8 @@ def test_layers_are_in_groups_of_their_own_kind(layers):
 
 
 @given(layers=LAYERS, count=st.integers(1, 6), seed=st.integers(0, 1000))
-def test_no_two_tokens_have_the_same_memory(layers, count, seed):
-    """Of any layers of two sequences; but for those that are behind a window of another."""
+def test_no_two_tokens_share_memory(layers, count, seed):
+    """Of any layers of two sequences; except those behind a window of another."""
     groups, shapes = grouped(layers)
     slots = PagedSlots(NUM_PAGES * groups.pages.num_groups, PAGE_TOKENS, groups.pages)
     pool = PagePool(
@@ -126,8 +126,8 @@ def test_no_two_tokens_have_the_same_memory(layers, count, seed):
 
 
 @given(layers=LAYERS, count=st.integers(1, 6))
-def test_groups_that_hold_all_have_a_page_for_every_token(layers, count):
-    """What proves a kernel reads all; layers lie as they do with windows."""
+def test_groups_that_keep_all_tokens_have_a_page_for_each(layers, count):
+    """Proofs of kernels read all tokens; layers lie as they do with windows."""
     groups, _ = grouped(layers)
     plain = groups.holding_all()
     assert (plain.layers, plain.widths, plain.places) == (
@@ -153,5 +153,5 @@ def test_groups_that_hold_all_have_a_page_for_every_token(layers, count):
     ],
 )
 def test_layers_that_fit_no_page_have_no_groups(other):
-    """Their sequences hold all."""
+    """Their sequences keep all tokens."""
     assert LayerGroups.of(windows_of([0]), [NARROW, NARROW, other], PAGE_TOKENS) is None

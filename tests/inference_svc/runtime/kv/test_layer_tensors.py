@@ -1,4 +1,4 @@
-"""How memory is divided between components, and which of them lie side by side."""
+"""The division of memory among components, and which of them are adjacent."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ PLAIN = LayerShape((1, 5), (1, 3))
         ([LATENT, LATENT], True),
         ([INDEXED, LATENT], True),
         ([PLAIN, PLAIN], False),
-        ([LATENT, OTHER], False),  # as wide together, but divided elsewhere
+        ([LATENT, OTHER], False),  # as wide together, but divided otherwise
     ],
 )
-def test_latents_lie_beside_what_is_rotated(kind, shapes, is_joint):
-    """Whoever reads both gets a view; nothing overlaps, and all of the memory is used."""
+def test_latents_and_their_rotated_part_are_adjacent(kind, shapes, is_joint):
+    """A reader of both gets a view; nothing overlaps, and all of the memory is used."""
     flat = torch.full((SLOTS * token_items_of(shapes),), -1.0)
     components = [part for part in divide_memory(flat, shapes, SLOTS, kind) if part is not None]
     tensors = [tensor for part in components for tensor in part.layers]

@@ -1,7 +1,7 @@
-"""Rows that are being read or written are not lent again, though their owner has let them go.
+"""Rows that are being read or written are not lent again, though their owner has freed them.
 
-A turn that is cancelled gives its rows back at once, while another thread may still be at work on
-them. (Copies from and to kvd: store/test_session_store.py.)
+A cancelled turn frees its rows at once, while another thread may still use them. (Copies from and
+to kvd: store/test_session_store.py.)
 """
 
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ NUM_ROWS = 512
 
 
 class LetGo:
-    """Gives rows back the first time it is called, as their owner would, and notes what is free.
+    """Frees rows when it is first called, as their owner would, and notes the free rows.
 
     Attributes:
         num_free: rows of the pool before and right after.
@@ -52,20 +52,20 @@ def model(tiny):
 
 @pytest.fixture
 def pool(model):
-    """A pool of nobody else."""
+    """Make a separate pool."""
     shapes = [layer.shape for layer in model.calibration.layers]
     return KVPool(shapes, NUM_ROWS, device=model.loaded.device, dtype=model.loaded.dtype)
 
 
-def _computed(model, pool):
+def _compute(model, pool):
     kv = pool.new_kv(64)
     model.runner.step([Chunk(kv, TOKENS, want_logits=False)])
     return kv
 
 
 def test_a_copy_holds_the_sequence_kv_that_it_fills(model, pool):
-    """A turn is cancelled while KV is copied to its own; its load holds what that comes from."""
-    source, target = _computed(model, pool), pool.new_kv(128)
+    """Its turn is cancelled meanwhile; the load also holds the source."""
+    source, target = _compute(model, pool), pool.new_kv(128)
     target.num_tokens = len(TOKENS)
     target.gate = LayerGate(len(model.calibration.layers))
     target.gate.on_change = let_go = LetGo(pool, target)
@@ -76,11 +76,11 @@ def test_a_copy_holds_the_sequence_kv_that_it_fills(model, pool):
 
 def test_compaction_holds_its_sequence_kv(model, pool):
     """Its tokens are compacted after an overflow, layer by layer."""
-    kv = _computed(model, pool)
+    kv = _compute(model, pool)
     let_go = LetGo(pool, kv)
 
     class Watched(type(kv.keys)):
-        """The same rows; whoever takes a layer of them lets go first."""
+        """Rows that are freed when one of their layers is read."""
 
         def __init__(self, rows):
             self.__dict__ = rows.__dict__
@@ -97,8 +97,8 @@ def test_compaction_holds_its_sequence_kv(model, pool):
 
 
 @pytest.mark.parametrize("part", ["kv", "write_buffer"])
-async def test_a_step_holds_what_it_computes_into(model, pool, part):
-    """A turn that is cancelled in the middle of a forward."""
+async def test_a_step_holds_the_memory_of_its_results(model, pool, part):
+    """The turn is cancelled in the middle of a forward."""
     lent = {"kv": pool.new_kv(64), "write_buffer": pool.new_write_buffer(0, 64)}
     let_go = LetGo(pool, lent[part])
 
@@ -122,10 +122,10 @@ async def test_a_step_holds_what_it_computes_into(model, pool, part):
     assert pool.num_free == NUM_ROWS - 64
 
 
-def test_a_move_that_fails_says_so_to_who_waits_and_to_who_asked(model, pool):
-    """The gate has the error, and nothing of the target is taken for good; both are given back."""
-    source, target = _computed(model, pool), pool.new_kv(128)
-    target.num_tokens = len(TOKENS) + 64  # more than there is to be moved
+def test_a_failed_move_is_reported_to_both_sides(model, pool):
+    """The gate has the error, and no row of the target is kept."""
+    source, target = _compute(model, pool), pool.new_kv(128)
+    target.num_tokens = len(TOKENS) + 64  # more rows than there are
     target.gate = LayerGate(len(model.calibration.layers))
     with pytest.raises(RuntimeError) as failed:
         _copy_prefix(source, target)

@@ -1,4 +1,4 @@
-"""What layers of a model's own cache keep is put together as it was taken apart."""
+"""The layers of a model's own cache are restored as they were stored."""
 
 from types import SimpleNamespace
 
@@ -12,8 +12,8 @@ WINDOW_PART, COUNT_PART, FLAG_PART = ("window", None), ("seen", None), ("is_long
 ENTRIES_PART, BUFFER_PART = ("entries", "of"), ("buffer", "of")
 
 
-def described(stride):
-    """Return what is known of a layer with entries of so many tokens, a window and a buffer."""
+def describe_layer(stride):
+    """Describe a layer with entries of so many tokens, a window and a buffer."""
     most = max(1, stride - 1)
     return OwnLayer(
         3,
@@ -28,8 +28,8 @@ def described(stride):
     )
 
 
-def held(stride, num_tokens, *, fresh=False):
-    """Return such a layer behind so many tokens; all values differ."""
+def make_layer(stride, num_tokens, *, fresh=False):
+    """Make such a layer behind so many tokens, with all values different."""
     generator = torch.Generator().manual_seed(1)
     entries = torch.randn(1, 99, WIDTH, generator=generator)
     window = torch.randn(1, 2, 99, 4, generator=generator)
@@ -54,13 +54,13 @@ def all_rows(own, layer, first, end):
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 7])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 7, 8, 23, 28])
-def test_a_layer_is_put_together_as_it_was(stride, num_tokens):
-    """Of rows that were written chunk by chunk, and of the last chunk's state."""
-    own, layer = described(stride), held(stride, num_tokens)
+def test_a_layer_is_restored(stride, num_tokens):
+    """From rows that were written chunk by chunk, and the last chunk's state."""
+    own, layer = describe_layer(stride), make_layer(stride, num_tokens)
     ends = [end for end in (1, 2, 9, 20, 21) if end < num_tokens] + [num_tokens]
     firsts = [0, *ends[:-1]]
     pieces = [
-        all_rows(own, held(stride, end), first, end)
+        all_rows(own, make_layer(stride, end), first, end)
         for first, end in zip(firsts, ends, strict=True)
     ]
     rows = torch.cat(pieces)
@@ -71,7 +71,7 @@ def test_a_layer_is_put_together_as_it_was(stride, num_tokens):
     assert {place: tuple(state.shape) for place, state in states.items()} == {
         place: shape.shape for place, shape in shapes.items()
     }
-    again = held(stride, 0, fresh=True)
+    again = make_layer(stride, 0, fresh=True)
     own.fill(again, states.__getitem__, rows)
     assert (again.seen, again.is_long, again.rate) == (num_tokens, num_tokens > WINDOW, stride)
     assert again.values is again.window
@@ -82,9 +82,9 @@ def test_a_layer_is_put_together_as_it_was(stride, num_tokens):
 
 
 def test_a_row_is_final_once_its_token_is_computed():
-    """Though the entry that it will be the first of is known later."""
-    own = described(4)
-    early, late = all_rows(own, held(4, 9), 0, 9), all_rows(own, held(4, 30), 0, 30)
+    """Though it is the first of an entry that is known later."""
+    own = describe_layer(4)
+    early, late = all_rows(own, make_layer(4, 9), 0, 9), all_rows(own, make_layer(4, 30), 0, 30)
     assert late[:9].equal(early)
     assert not late[:4].any()
     assert late[4:7].any(1).all()  # of four, the last of which is padding
@@ -100,20 +100,20 @@ def test_a_row_is_final_once_its_token_is_computed():
         (lambda layer: layer.buffer.update(of=torch.zeros(1, 4, 3, dtype=torch.float64)), "buffer"),
     ],
 )
-def test_what_calibration_has_not_seen_is_not_left_out(change, complaint):
-    """Another part, shape or size than is stored would be lost."""
-    layer = held(4, 9)
+def test_unknown_parts_are_refused(change, complaint):
+    """Another part, shape or size would be lost."""
+    layer = make_layer(4, 9)
     change(layer)
     with pytest.raises(AssertionError, match=complaint):
-        list(described(4).states(layer))
+        list(describe_layer(4).states(layer))
 
 
-def test_a_state_does_not_go_with_the_rows_of_another_position():
-    """Nor are rows written of fewer entries than there should be."""
-    own = described(4)
-    states = dict(own.states(held(4, 9)))
-    rows = all_rows(own, held(4, 12), 0, 12)
+def test_a_state_must_match_the_position_of_the_rows():
+    """Rows of too few entries are refused, too."""
+    own = describe_layer(4)
+    states = dict(own.states(make_layer(4, 9)))
+    rows = all_rows(own, make_layer(4, 12), 0, 12)
     with pytest.raises(AssertionError, match="2 entries"):
-        own.fill(held(4, 0, fresh=True), states.__getitem__, rows)
+        own.fill(make_layer(4, 0, fresh=True), states.__getitem__, rows)
     with pytest.raises(AssertionError, match="2 entries of 12"):
-        list(own.rows(held(4, 9), 9, 12))
+        list(own.rows(make_layer(4, 9), 9, 12))

@@ -1,4 +1,4 @@
-"""KV on pages: the same numbers as side by side, wherever the pages are."""
+"""KV on pages gives the same results as contiguous KV, wherever the pages are."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from inference_svc.runtime.transfer.layer_load import copy_layer
 CPU = torch.device("cpu")
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
 NUM_PAGES, PAGE_TOKENS = 24, 4
-APART = [9, 3, 4, 5, 20, 0]  # pages of a sequence; three of them lie side by side
+APART = [9, 3, 4, 5, 20, 0]  # pages of a sequence; three of them are adjacent
 
 
 def make_pool(shapes, num_pages=NUM_PAGES, num_buffer_slots=40):
@@ -37,7 +37,7 @@ def fill(kv, first, num_tokens):
 @pytest.mark.parametrize("pages", [APART, [7, 8, 9, 10, 11, 12], [5, 4, 3, 2, 1, 0]])
 @pytest.mark.parametrize(("first", "num_tokens"), [(0, 24), (0, 1), (5, 9), (4, 8), (23, 1)])
 def test_tokens_are_found_by_position(pages, first, num_tokens):
-    """Whatever is written in one way is read in the others; views where pages lie side by side."""
+    """All ways of reading and writing agree; adjacent pages are views."""
     kv = make_pool(SHAPES).new_kv(24, pages)
     fill(kv, 0, 11)
     fill(kv, 11, 13)
@@ -53,8 +53,8 @@ def test_tokens_are_found_by_position(pages, first, num_tokens):
             assert torch.equal(read, expected[:, None, None].expand(-1, heads, dim))
 
 
-def test_the_spare_page_is_nobodys():
-    """It lies behind all that are lent, and is not counted."""
+def test_the_spare_page_is_never_lent():
+    """It lies behind all others, and is not counted."""
     pool = make_pool(SHAPES)
     assert pool.num_token_slots == pool.num_free == NUM_PAGES * PAGE_TOKENS + 40
     kvs = [pool.new_kv(24, list(range(first, first + 6))) for first in range(0, NUM_PAGES, 6)]
@@ -71,8 +71,8 @@ def test_the_spare_page_is_nobodys():
 
 
 @pytest.mark.parametrize("pages", [APART, [7, 8, 9], [5, 4], [2, 3, 1, 2], [6]])
-def test_which_tokens_lie_side_by_side_is_known(pages):
-    """Of any of them: those are a view, and cost no copy."""
+def test_adjacent_tokens_are_recognised(pages):
+    """They are a view, and cost no copy."""
     table, num_slots = PageTable(pages, PAGE_TOKENS, CPU), len(pages) * PAGE_TOKENS
     for first in range(num_slots):
         for num_tokens in range(1, num_slots - first + 1):
@@ -81,7 +81,7 @@ def test_which_tokens_lie_side_by_side_is_known(pages):
             assert table.is_run(first, num_tokens) is is_run
 
 
-def test_sequences_of_one_region_do_not_touch():
+def test_sequences_of_one_region_do_not_overlap():
     """Nor do tokens beyond what is written."""
     pool = make_pool(SHAPES)
     one, other = pool.new_kv(24, APART), pool.new_kv(8, [1, 2])
@@ -93,8 +93,8 @@ def test_sequences_of_one_region_do_not_touch():
         assert torch.equal(one.keys.read(layer, 0, 24), kept[layer])
 
 
-def test_what_is_shared_is_copied_before_it_is_written():
-    """The sequence goes on with the copies; whoever has the pages too keeps them."""
+def test_shared_pages_are_copied_before_they_are_written():
+    """The sequence continues with the copies; other holders keep the pages."""
     pool = make_pool(SHAPES)
     one, other = pool.new_kv(24, APART), pool.new_kv(12, APART[:3])
     fill(one, 0, 24)
@@ -114,8 +114,8 @@ def test_what_is_shared_is_copied_before_it_is_written():
     assert one.table.pages == [9, 15, 16, 5, 20, 0]
 
 
-def test_a_sequence_grows_where_it_is():
-    """Its pages stay, others come behind them."""
+def test_a_sequence_grows_in_place():
+    """Its pages stay, others are added."""
     pool = make_pool(SHAPES)
     kv = pool.new_kv(5, [9, 3])
     fill(kv, 0, 8)
@@ -144,13 +144,13 @@ def test_the_pool_counts_pages_and_write_buffers():
     pool.check()
 
 
-def test_prefault_is_of_pages_and_write_buffers():
-    """It says how much is there of both together."""
+def test_prefault_covers_pages_and_write_buffers():
+    """It returns the allocated size of both together."""
     token_bytes = 4 * token_items_of(SHAPES)
     num_pages = HUGE_PAGE_BYTES // (token_bytes * PAGE_TOKENS) + 1
     num_slots = 2 * num_pages * PAGE_TOKENS
     buffers = KVPool(SHAPES, num_slots, device=CPU, dtype=torch.float32).prefault()
-    pages = (num_pages + 1) * PAGE_TOKENS * token_bytes  # one of them is nobody's
+    pages = (num_pages + 1) * PAGE_TOKENS * token_bytes  # one of them is the spare page
     pages = pages if buffers else 0  # 0: a kernel that cannot
     assert make_pool(SHAPES, num_pages, num_slots).prefault() == pages + buffers
 
@@ -161,7 +161,7 @@ MODELS = ["llama", "gemma3", "deepseek-v3", "deepseek-v32", "gptj"]
 
 
 def steps(model, kvs, seed):
-    """Compute two sequences side by side: chunks, then single tokens. Returns all logits."""
+    """Compute two sequences in parallel: chunks, then single tokens; return all logits."""
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(5, 60, (2, 22), generator=generator).tolist()
     logits = []
@@ -175,8 +175,8 @@ def steps(model, kvs, seed):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_the_same(tiny, name):
-    """Bit for bit: pages that lie apart are gathered, and the arithmetic is that of any tokens."""
+def test_a_model_computes_the_same_on_pages(tiny, name):
+    """Bit for bit: scattered pages are gathered, and the arithmetic is the same."""
     model = tiny(name)
     pool = make_pool([layer.shape for layer in model.calibration.layers])
     expected = steps(model, [model.new_kv(24) for _ in range(2)], seed=3)
@@ -186,7 +186,7 @@ def test_a_model_computes_the_same(tiny, name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v32"])
 def test_compaction_and_copies_are_the_same(tiny, name):
-    """After a discard, and of a prefix that is copied, tokens are those that they would be."""
+    """After a discard, and of a copied prefix."""
     model = tiny(name)
     num_layers = len(model.calibration.layers)
     pool = make_pool([layer.shape for layer in model.calibration.layers])

@@ -1,4 +1,4 @@
-"""Windows on pages: layers in groups, of which those with a window write over what is behind it."""
+"""Windows on pages: layers in groups, where those with a window overwrite old rows."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def windowed(model):
 
 
 def test_a_sequence_takes_fewer_pages_and_less_memory(windowed):
-    """As many as are counted: of layers with a window no more than there are rows, and a page."""
+    """As many as are counted: for layers with a window only the rows that exist, and a page."""
     shapes, groups = windowed.shapes, windowed.groups
     num_bytes, kv = 4 * token_items_of(shapes), windowed.new_kv()
     held = len(kv.tables.pages) * PAGE_TOKENS * 4 * token_items_of(groups.places)
@@ -50,7 +50,7 @@ def test_a_sequence_takes_fewer_pages_and_less_memory(windowed):
 
 
 def kernels():
-    """By which attention is computed; Triton's interpreter takes a minute for each."""
+    """Return the kernels for attention; Triton's interpreter takes a minute for each."""
     tried = ("gpt-oss", "mimo")
     for name in NAMES:
         marks = () if name in tried else pytest.mark.long
@@ -59,16 +59,16 @@ def kernels():
 
 
 @pytest.mark.parametrize(("name", "kernel"), list(kernels()))
-def test_kernels_answer_as_over_kv_that_holds_all(tiny, name, kernel):
-    """Chunk by chunk and token by token, however often the window's pages come round."""
+def test_kernels_agree_with_kv_that_keeps_all(tiny, name, kernel):
+    """Chunk by chunk and token by token, however often the window's pages are reused."""
     model = tiny(name, has_windows=True)
     windowed = OnPages(model)
     windowed.runner = ModelRunner(model.loaded, model.calibration, PagedAttention(kernel))
     check_answers(windowed, 1, 1e-4, sizes=(1, 5, STEP))
 
 
-def test_one_goes_on_from_pages_of_another(model, windowed):
-    """Who writes gets another page; what is behind the window of the other may be written over."""
+def test_a_sequence_continues_on_pages_of_another(model, windowed):
+    """A writer gets another page; rows behind the other's window may be overwritten."""
     slots, tokens = windowed.slots, token_ids(5, 80)
     holding = slots.take(slots.needed_for(CAPACITY))
     leader = windowed.pool.new_kv(CAPACITY, holding.pages)
@@ -103,7 +103,7 @@ def test_one_goes_on_from_pages_of_another(model, windowed):
 
 
 def test_a_page_is_copied_in_whatever_group_it_is(windowed):
-    """The sequence goes on with the copies."""
+    """The sequence continues with the copies."""
     kv = windowed.new_kv()
     windowed.feed_all(kv, token_ids(8, 10))
     kept = [layer.clone() for layer in kv.keys.cut(0, 10)]
@@ -117,8 +117,8 @@ def test_a_page_is_copied_in_whatever_group_it_is(windowed):
         assert torch.equal(old, new)
 
 
-def test_a_replayed_step_is_the_computed_one(model, windowed):
-    """A sheet has the pages of each group; what is proved of them holds."""
+def test_a_replayed_step_equals_the_computed_one(model, windowed):
+    """A sheet has the pages of each group; its proof holds."""
     loaded, calibration = model.loaded, model.calibration
     windowed.pool._page_region.zero_()
     ring = WriteRing(windowed.shapes, WriteSlots(30), device=loaded.device, dtype=loaded.dtype)

@@ -16,7 +16,7 @@ def pool():
 
 
 def test_layers_of_several_shapes_keep_their_order(pool):
-    """Cutting all layers at once gives views of each layer's own rows."""
+    """Splitting all layers at once gives views of each layer's own rows."""
     kv = pool.new_kv(10)
     assert [tuple(rows.shape) for rows in kv.keys.cut(3, 5)] == [
         (1, 2, 5, 4),
@@ -35,7 +35,7 @@ def test_layers_of_several_shapes_keep_their_order(pool):
 
 
 def test_rows_of_a_head_are_contiguous(pool):
-    """Attention reads one head's rows after another: a head's tokens are one memory run."""
+    """Attention reads one head's rows after another."""
     kv = pool.new_kv(7)
     for rows in (*kv.keys.layers, *kv.values.layers):
         assert rows[0, 0].is_contiguous()
@@ -58,16 +58,16 @@ def test_rows_of_a_write_buffer_are_found_by_position(pool):
 
 
 @pytest.mark.parametrize(("first", "count"), [(39, 1), (45, 2), (46, 1)])
-def test_a_cut_outside_the_buffer_is_a_mistake(pool, first, count):
-    """A buffer refuses positions it has no rows for; narrowing alone would take other rows."""
+def test_a_cut_outside_the_buffer_violates_an_invariant(pool, first, count):
+    """Narrowing alone would take other rows."""
     buffer = pool.new_write_buffer(first_token=40, capacity_tokens=6)
     with pytest.raises(AssertionError, match="slots for those from 40 to 46"):
         buffer.places(first, count)
 
 
 @pytest.mark.parametrize("slots", [[2, 3, 4], [4, 0, 3], [5]])
-def test_places_read_what_they_have_written(slots):
-    """Side by side or not, in the order of the tokens; other slots stay as they are."""
+def test_places_read_back_written_rows(slots):
+    """Adjacent or not, in the order of the tokens; other slots do not change."""
     memory = torch.zeros(6, 2, 3)
     rows = torch.arange(1.0, 1 + len(slots) * 6).view(-1, 2, 3)
     places = Places(slots, memory.device)
@@ -77,7 +77,7 @@ def test_places_read_what_they_have_written(slots):
     assert int(memory.count_nonzero()) == rows.numel()
 
 
-def test_places_by_tensor_follow_it():
+def test_places_in_a_tensor_are_read_when_they_are_used():
     """Where they are is looked up when they are used."""
     memory, index = torch.zeros(6, 2, 3), torch.tensor([4, 1])
     places = Places.at(index)
@@ -89,8 +89,8 @@ def test_places_by_tensor_follow_it():
     assert not memory[1:5].any()
 
 
-def test_reset_forgets_rows_and_gate(pool):
-    """A sequence's KV whose load failed begins again, waiting for nothing."""
+def test_reset_drops_rows_and_gate(pool):
+    """A sequence's KV with a failed load begins again, without a gate."""
     kv = pool.new_kv(10)
     kv.num_tokens, kv.gate = 6, LayerGate(3)
     assert kv.free_tokens == 4
@@ -102,8 +102,8 @@ def test_reset_forgets_rows_and_gate(pool):
     ("load_ends", "num_tokens", "wanted"),
     [((), 7, [7]), ((4, 30), 7, [4, 30]), ((4, 30), 30, [4, 30]), ((4, 30), 31, [4, 30, 31])],
 )
-def test_loads_may_end_at_the_marks_and_where_an_answer_is(pool, load_ends, num_tokens, wanted):
-    """What is stored on the way through a prompt is no such place."""
+def test_loads_may_end_at_the_marks_and_at_answers(pool, load_ends, num_tokens, wanted):
+    """Blocks stored on the way through a prompt are no such places."""
     buffer = pool.new_write_buffer(0, 40)
     buffer.load_ends = load_ends
     assert buffer.load_ends_within(num_tokens) == wanted

@@ -1,4 +1,4 @@
-"""States of one sequence: two phases, packed and restored, and what is not taken for one."""
+"""States of one sequence: two phases, packing and restoring, and invalid ones."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def tensor_of(shape, seed):
     return torch.randn(shape.shape, generator=generator).to(shape.dtype)
 
 
-def filled(seed=1, num_tokens=7):
-    """States with a tensor at each place."""
+def make_filled(seed=1, num_tokens=7):
+    """Make states with a tensor in each place."""
     states = SequenceStates(SHAPES, CPU)
     for shape in SHAPES:
         states.put(shape.place, tensor_of(shape, seed))
@@ -34,17 +34,17 @@ def filled(seed=1, num_tokens=7):
     return states
 
 
-def test_there_is_nothing_before_the_first_token():
-    """Models begin from nothing by themselves."""
+def test_before_the_first_token_there_are_no_states():
+    """Models begin without any."""
     states = SequenceStates(SHAPES, CPU)
     assert [states.read(shape.place) for shape in SHAPES] == [None, None]
     with pytest.raises(AssertionError, match="before the first token"):
         states.snapshot()
 
 
-def test_what_a_failed_step_has_put_is_forgotten():
-    """Only `commit` makes it current."""
-    states = filled()
+def test_states_of_a_failed_step_are_dropped():
+    """Only `commit` makes them current."""
+    states = make_filled()
     before = states.snapshot()
     states.begin()
     states.put(SUM.place, tensor_of(SUM, 2))
@@ -57,9 +57,9 @@ def test_what_a_failed_step_has_put_is_forgotten():
     assert states.read(SUM.place).equal(tensor_of(SUM, 3))
 
 
-def test_what_a_model_changes_in_place_is_a_copy_and_the_new_tensor():
-    """Kernels of convolutions do, and do not hand over what they have changed."""
-    states = filled()
+def test_a_state_changed_in_place_is_a_copy_and_the_new_tensor():
+    """Kernels of convolutions change it without returning it."""
+    states = make_filled()
     before = states.snapshot()
     states.begin()
     states.read(CONV.place).add_(1)
@@ -68,8 +68,8 @@ def test_what_a_model_changes_in_place_is_a_copy_and_the_new_tensor():
     assert states.read(CONV.place).equal(tensor_of(CONV, 1) + 1)
 
 
-def test_a_part_of_a_larger_tensor_does_not_keep_that_alive():
-    """Convolutions cut their last inputs from all of a chunk."""
+def test_a_part_does_not_keep_the_larger_tensor_alive():
+    """Convolutions cut their last inputs out of a chunk."""
     states = SequenceStates(SHAPES, CPU)
     whole = torch.arange(300.0, dtype=torch.bfloat16).view(1, 3, 100)
     states.put(CONV.place, whole[..., -4:])
@@ -78,8 +78,8 @@ def test_a_part_of_a_larger_tensor_does_not_keep_that_alive():
     assert kept.untyped_storage().nbytes() == CONV.num_bytes
 
 
-def test_a_state_of_another_shape_or_place_is_an_error():
-    """So is a forward that left one out."""
+def test_a_wrong_shape_or_place_is_an_error():
+    """So is a forward that omits a state."""
     states = SequenceStates(SHAPES, CPU)
     with pytest.raises(AssertionError, match="shape"):
         states.put(CONV.place, torch.zeros(1, 3, 5))
@@ -92,11 +92,11 @@ def test_a_state_of_another_shape_or_place_is_an_error():
 
 def test_a_packed_state_is_restored_with_its_position():
     """Bit for bit, from a slot that is longer than it."""
-    packed = filled(num_tokens=7).snapshot()
+    packed = make_filled(num_tokens=7).snapshot()
     assert packed.shape == (packed_bytes(SHAPES),)
     assert packed_bytes(SHAPES) == 3 * ALIGNMENT  # a header, and each tensor in a line of its own
     assert packed_bytes(()) == 0
-    states = filled(seed=5, num_tokens=3)
+    states = make_filled(seed=5, num_tokens=3)
     states.restore(torch.cat((packed, torch.full((100,), 0xAB, dtype=torch.uint8))))
     packed.zero_()
     assert states.num_tokens == 7
@@ -105,8 +105,8 @@ def test_a_packed_state_is_restored_with_its_position():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_whole_numbers_are_packed_as_they_are(dtype):
-    """Some models keep ids of the last tokens; here are some that no float has."""
+def test_integers_are_packed_exactly(dtype):
+    """Some models keep ids of the last tokens; some are no exact floats."""
     shapes = (StateShape(0, "conv", 2, (1, 2), dtype), SUM)
     ids = torch.tensor([[torch.iinfo(dtype).max, -1]], dtype=dtype)
     states, restored = SequenceStates(shapes, CPU), SequenceStates(shapes, CPU)
@@ -120,9 +120,9 @@ def test_whole_numbers_are_packed_as_they_are(dtype):
 
 
 @pytest.mark.parametrize("damage", ["header", "length", "shapes", "version"])
-def test_what_is_no_state_of_this_model_is_not_restored(damage, monkeypatch):
-    """Nothing has changed then."""
-    packed, shapes = filled().snapshot(), SHAPES
+def test_foreign_bytes_are_not_restored(damage, monkeypatch):
+    """They change nothing."""
+    packed, shapes = make_filled().snapshot(), SHAPES
     if damage == "header":
         packed[3] ^= 1
     elif damage == "length":
@@ -137,16 +137,16 @@ def test_what_is_no_state_of_this_model_is_not_restored(damage, monkeypatch):
     assert (states.num_tokens, states.read(CONV.place)) == (0, None)
 
 
-def test_a_sequence_that_is_reset_has_no_state():
+def test_a_reset_sequence_has_no_state():
     """As before the first token."""
-    states = filled()
+    states = make_filled()
     states.clear()
     assert (states.num_tokens, states.read(SUM.place)) == (0, None)
 
 
-def test_states_of_several_sequences_are_read_and_put_as_of_a_batch():
-    """What is changed in place is nobody's current tensor; parts are handed out at the end."""
-    both = [filled(1), filled(2)]
+def test_states_of_several_sequences_form_a_batch():
+    """Changes in place affect no current tensor; parts are distributed at the end."""
+    both = [make_filled(1), make_filled(2)]
     before = [states.snapshot() for states in both]
     joint = JointStates(both)
     conv = joint.read(CONV.place)
@@ -163,8 +163,8 @@ def test_states_of_several_sequences_are_read_and_put_as_of_a_batch():
         assert states.read(CONV.place).equal(tensor_of(CONV, seed) + 1)
 
 
-def test_a_sequence_without_a_state_is_not_gone_on_from_with_others():
-    """It would be left out."""
-    joint = JointStates([filled(), SequenceStates(SHAPES, CPU)])
+def test_a_sequence_without_a_state_cannot_join_a_batch():
+    """It would be omitted."""
+    joint = JointStates([make_filled(), SequenceStates(SHAPES, CPU)])
     with pytest.raises(AssertionError, match="without a state"):
         joint.read(SUM.place)

@@ -1,6 +1,6 @@
-"""KV that holds the last tokens only in layers with a window: the same numbers in less memory.
+"""KV with the last tokens only in layers with a window: the same results in less memory.
 
-Side by side and on pages alike; what pages have of their own is in `test_paged_windows.py`.
+Contiguous and on pages; tests of pages alone are in `test_paged_windows.py`.
 """
 
 import pytest
@@ -27,7 +27,7 @@ from tests.held_windows import (
 
 
 def components_of(kv, layer_index, first):
-    """A layer's tokens from the first on, of keys and of values."""
+    """Return a layer's tokens from the first on, of keys and of values."""
     return [c.read(layer_index, first, kv.num_tokens - first) for c in kv.components]
 
 
@@ -42,13 +42,13 @@ def holding(model, request):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_answers_are_those_of_kv_that_holds_all(holding, seed):
+def test_answers_equal_those_of_kv_that_keeps_all(holding, seed):
     """Chunk by chunk and token by token, wherever the rows are full."""
     check_answers(holding, seed, 1e-5)
 
 
-def test_a_sequence_takes_the_memory_that_is_counted(model):
-    """As many as the account has room for lie side by side, and none writes to another."""
+def test_a_sequence_takes_the_counted_memory(model):
+    """As many as the accounts have room for fit side by side, and none writes to another."""
     num_slots = SideBySide(model).rows.slots_for(CAPACITY)
     assert num_slots < 0.7 * CAPACITY
     pool = SideBySide(model, num_slots=5 * num_slots).pool
@@ -66,8 +66,8 @@ def test_a_sequence_takes_the_memory_that_is_counted(model):
     assert pool.num_free == 5 * num_slots
 
 
-def test_short_sequences_hold_all(model):
-    """Nothing is saved where there are no more tokens than rows."""
+def test_short_sequences_keep_all_tokens(model):
+    """Nothing is saved where there are fewer tokens than rows."""
     holding = SideBySide(model)
     kv = holding.new_kv(holding.rows.num_rows)
     assert not isinstance(kv, WindowedKv)
@@ -85,8 +85,8 @@ RANGES = {
 
 
 @pytest.mark.parametrize("what", list(RANGES))
-def test_what_a_discard_leaves_is_moved_as_in_kv_that_holds_all(model, holding, what):
-    """Re-embedded, whatever row or page of a window's it goes to, and gone on from."""
+def test_a_discard_moves_rows_as_in_kv_that_keeps_all(model, holding, what):
+    """Re-embedded, to any row or page of a window, and usable afterwards."""
     ranges, holds_all = RANGES[what], HoldsAll(model)
     kv, whole = holding.new_kv(), model.new_kv(CAPACITY)
     tokens = token_ids(3, 110)
@@ -112,8 +112,8 @@ def test_what_a_discard_leaves_is_moved_as_in_kv_that_holds_all(model, holding, 
 
 @pytest.mark.parametrize("source_kind", list(KINDS))
 @pytest.mark.parametrize("target_kind", list(KINDS))
-def test_a_copy_has_what_both_hold(model, source_kind, target_kind):
-    """A prefix that another session goes on from."""
+def test_a_copy_has_the_tokens_that_both_keep(model, source_kind, target_kind):
+    """Of a prefix with which another session continues."""
     given, taken, rows = (
         KINDS[source_kind](model),
         KINDS[target_kind](model),
@@ -136,8 +136,8 @@ def test_a_copy_has_what_both_hold(model, source_kind, target_kind):
 
 @pytest.mark.parametrize("needs", ["window", "accumulated"])
 @pytest.mark.parametrize("kind", [SideBySide, OnPages])
-def test_scores_are_those_of_kv_that_holds_all(model, kind, needs):
-    """Queries that have waited for the prompt's last ones see as many keys as they did."""
+def test_scores_equal_those_of_kv_that_keeps_all(model, kind, needs):
+    """Queries that waited for the prompt's last ones see as many keys."""
     tokens, scores = token_ids(8, 90), []
     for held in (kind(model, spare_tokens=11), HoldsAll(model)):
         kv, keeper = held.new_kv(), ScoreKeeper(needs, 11, 90)
@@ -148,8 +148,8 @@ def test_scores_are_those_of_kv_that_holds_all(model, kind, needs):
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_given_back_is_not_read(model, holding):
-    """A bug ends here, not in an answer."""
+def test_freed_rows_are_not_read(model, holding):
+    """A bug fails here, and not in an answer."""
     kv = holding.new_kv()
     kv.begin_at(30)
     kv.num_tokens = 40
@@ -160,8 +160,8 @@ def test_what_is_given_back_is_not_read(model, holding):
         kv.keys.read(windowed, 29, 10)
 
 
-def test_rows_are_no_place_for_kernels(model):
-    """They know one place for all layers."""
+def test_kernels_cannot_use_rows(model):
+    """They need one place for all layers."""
     holding = SideBySide(model)
     kv, windowed = holding.new_kv(), min(holding.windows.layers)
     with pytest.raises(AssertionError, match="kernel"):
@@ -170,8 +170,8 @@ def test_rows_are_no_place_for_kernels(model):
         kv.values.slot_index(windowed, 30, 1)
 
 
-def test_models_without_windows_hold_all(tiny):
-    """Where no layer has one, or their KV is stored whole."""
+def test_models_without_windows_keep_all_tokens(tiny):
+    """No layer has one, or their KV is stored as a whole."""
     for name, has_windows in (("llama", True), ("gemma3", False), ("mistral", False)):
         calibration = tiny(name, has_windows=has_windows).calibration
         shapes = [layer.shape for layer in calibration.layers]

@@ -1,4 +1,4 @@
-"""The write ring: one memory for all turns, lent as tokens come and given back as they go."""
+"""The write ring: one memory for all turns, lent per token."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def holds(buffer, first_token, num_tokens, number):
     return all(bool((places.read(rows) == number).all()) for rows in layers)
 
 
-def test_the_spare_slot_is_nobodys(ring, slots):
-    """It is never lent, and writing to it changes nothing that is."""
+def test_the_spare_slot_is_never_lent(ring, slots):
+    """Writing to it changes no other slot."""
     buffer = ring.lend(0, 0)
     ring.extend(buffer, 12)
     fill(buffer, 0, 12, 3)
@@ -43,8 +43,8 @@ def test_the_spare_slot_is_nobodys(ring, slots):
     assert holds(ring.spare_buffer(), 0, 1, 9)
 
 
-def test_turns_that_grow_in_turns_keep_their_own_tokens(ring, slots):
-    """Slots of two answers alternate; each reads what it wrote, until it is stored."""
+def test_alternately_growing_turns_keep_their_tokens(ring, slots):
+    """Slots of two answers alternate; each reads its own tokens, until they are stored."""
     one, other = ring.lend(0, 0), ring.lend(7, 7)
     for token in range(6):
         for buffer, number in ((one, 1), (other, 2)):
@@ -66,7 +66,7 @@ def test_turns_that_grow_in_turns_keep_their_own_tokens(ring, slots):
         one.places(3, 2)
 
 
-def test_what_has_slots_keeps_them(ring, slots):
+def test_tokens_keep_their_slots(ring, slots):
     """A step that failed is computed again in the same place."""
     buffer = ring.lend(0, 0)
     ring.extend(buffer, 5)
@@ -76,8 +76,8 @@ def test_what_has_slots_keeps_them(ring, slots):
     assert (buffer.slots, slots.num_free) == (before, 7)
 
 
-def test_a_released_buffer_gives_back_what_it_has_left(ring, slots):
-    """Once nobody copies from it any more."""
+def test_a_released_buffer_frees_its_slots(ring, slots):
+    """After the last copy from it."""
     buffer = ring.lend(2, 4)
     ring.extend(buffer, 10)
     buffer.end_token = 8
@@ -90,7 +90,7 @@ def test_a_released_buffer_gives_back_what_it_has_left(ring, slots):
 
 
 def test_first_tokens_of_a_block_have_slots_at_once(ring, slots):
-    """A load fills them in; where there is little room the buffer begins behind them."""
+    """A load fills them; with little room the buffer begins behind them."""
     buffer = ring.lend(4, 9)
     assert (buffer.first_token, buffer.end_token, buffer.room_end) == (4, 9, 9)
     assert slots.num_free == 7
@@ -99,8 +99,8 @@ def test_first_tokens_of_a_block_have_slots_at_once(ring, slots):
     assert slots.num_free == 7
 
 
-def test_tokens_that_are_not_computed_yet_are_not_forgotten(ring):
-    """Their slots are about to be written to."""
+def test_tokens_that_are_not_computed_yet_are_kept(ring):
+    """Their slots are about to be written."""
     buffer = ring.lend(0, 0)
     ring.extend(buffer, 5)
     buffer.end_token = 3

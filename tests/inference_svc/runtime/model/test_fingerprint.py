@@ -1,4 +1,4 @@
-"""What identifies a model: every byte of its weights, its config, its tokenizer; nothing else."""
+"""The identity of a model: every byte of its weights, its config and its tokenizer."""
 
 import hashlib
 import json
@@ -43,12 +43,12 @@ def large(tmp_path):
 
 
 def cache_at(directory):
-    """A cache that believes in files that were written just now."""
+    """Make a cache that trusts files that were written just now."""
     return DigestCache(directory / "weights.json", settled_ns=0)
 
 
 def fingerprint_of(directory, cache):
-    """The fingerprint, and how many bytes were hashed for it."""
+    """Return the fingerprint, and how many bytes were hashed for it."""
     with Fingerprint(directory, cache) as fingerprint:
         return fingerprint.result(), fingerprint.read_bytes
 
@@ -66,7 +66,7 @@ def flip(path, offset):
     "offset", [0, 8_000_001, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 777, LARGE_BYTES - 1]
 )
 def test_each_bit_of_a_large_file_counts(large, offset):
-    """Also far from every place that a sample would read."""
+    """Also far from the usual places of samples."""
     before = model_fingerprint(large)
     flip(large / "model.safetensors", offset)
     assert model_fingerprint(large) != before
@@ -74,8 +74,8 @@ def test_each_bit_of_a_large_file_counts(large, offset):
     assert model_fingerprint(large) == before
 
 
-def test_pieces_that_changed_places_are_another_file(large):
-    """Pieces of equal content are told apart by where they are."""
+def test_exchanged_pieces_make_another_file(large):
+    """Pieces of equal content differ by place."""
     flip(large / "model.safetensors", 5)
     first = model_fingerprint(large)
     flip(large / "model.safetensors", 5)
@@ -83,8 +83,8 @@ def test_pieces_that_changed_places_are_another_file(large):
     assert model_fingerprint(large) != first
 
 
-def test_a_file_that_is_as_it_was_is_not_read_again(large, tmp_path):
-    """Nor after a restart: the digest is in the cache, durably."""
+def test_an_unchanged_file_is_not_read_again(large, tmp_path):
+    """Nor after a restart: its digest is stored in the cache."""
     first, read_bytes = fingerprint_of(large, cache_at(tmp_path))
     assert read_bytes == LARGE_BYTES
     assert fingerprint_of(large, cache_at(tmp_path)) == (first, 0)
@@ -92,14 +92,14 @@ def test_a_file_that_is_as_it_was_is_not_read_again(large, tmp_path):
 
 
 def rewrite_in_place(path):
-    """Another content, the same size, the old modification time."""
+    """Write other content of the same size, with the old modification time."""
     state = path.stat()
     flip(path, PIECE_BYTES + 1)
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
 def replace(path):
-    """Another file of the same content, size and modification time."""
+    """Replace it by a file of equal content, size and modification time."""
     other = path.with_name("other")
     shutil.copy2(path, other)
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
@@ -115,8 +115,8 @@ def extend(path):
 
 
 @pytest.mark.parametrize("change", [rewrite_in_place, replace, touch, extend])
-def test_a_file_that_may_have_changed_is_read_again(large, tmp_path, change):
-    """Its change time, inode, modification time or size is another."""
+def test_a_possibly_changed_file_is_read_again(large, tmp_path, change):
+    """Its change time, inode, modification time or size differs."""
     fingerprint_of(large, cache_at(tmp_path))
     weights = large / "model.safetensors"
     change(weights)
@@ -125,15 +125,15 @@ def test_a_file_that_may_have_changed_is_read_again(large, tmp_path, change):
     assert found == model_fingerprint(large)
 
 
-def test_what_was_written_just_now_is_not_remembered(large, tmp_path):
-    """A write within the same tick of the clock would leave the same times."""
+def test_a_recently_written_file_is_not_cached(large, tmp_path):
+    """A write within the same tick of the clock would have the same times."""
     path = tmp_path / "weights.json"
     fingerprint_of(large, DigestCache(path))
     assert fingerprint_of(large, DigestCache(path))[1] == LARGE_BYTES
 
 
 @pytest.mark.parametrize("spoil", ["torn", "rubbish", "bit"])
-def test_a_damaged_cache_is_made_anew(large, tmp_path, spoil):
+def test_a_damaged_cache_is_replaced(large, tmp_path, spoil):
     """It costs one reading, and the fingerprint is right."""
     first, _ = fingerprint_of(large, cache_at(tmp_path))
     path = tmp_path / "weights.json"
@@ -145,7 +145,7 @@ def test_a_damaged_cache_is_made_anew(large, tmp_path, spoil):
     assert fingerprint_of(large, cache_at(tmp_path)) == (first, 0)
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(large, tmp_path):
+def test_an_unwritable_cache_costs_only_time(large, tmp_path):
     """The fingerprint is there all the same."""
     missing = tmp_path / "missing"
     assert fingerprint_of(large, cache_at(missing))[0] == model_fingerprint(large)
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(large, tmp_path):
 
 
 def test_the_cache_is_bounded(tmp_path):
-    """Those that were used last stay."""
+    """The most recently used stay."""
     cache = cache_at(tmp_path)
     state = FileState(1, 2, 3, 4)
     paths = [tmp_path / str(number) for number in range(MAX_ENTRIES + 2)]
@@ -165,7 +165,7 @@ def test_the_cache_is_bounded(tmp_path):
 
 
 def test_links_are_followed(large, tmp_path):
-    """As in a hub's cache: a link that leads elsewhere is another file, with the same name."""
+    """As in a hub's cache: a link with another target is another file of the same name."""
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "config.json").write_text("{}")
@@ -181,15 +181,15 @@ def test_links_are_followed(large, tmp_path):
     assert (found != model_fingerprint(large), read_bytes) == (True, LARGE_BYTES)
 
 
-def test_a_file_that_is_written_while_it_is_read_has_no_digest(large):
-    """Who copies a model into place gets a refusal, not a wrong identity."""
+def test_a_file_written_while_it_is_read_has_no_digest(large):
+    """A model that is being copied is refused, and gets no wrong identity."""
     with Fingerprint(large) as fingerprint:
         flip(large / "model.safetensors", 3)
         with pytest.raises(FileChangedError):
             fingerprint.result()
 
 
-def test_a_model_that_is_written_while_it_is_loaded_is_refused(copied, monkeypatch):
+def test_a_model_written_while_it_is_loaded_is_refused(copied, monkeypatch):
     """In one line."""
     from inference_svc.runtime.model import model_loader
 
@@ -205,8 +205,8 @@ def test_a_model_that_is_written_while_it_is_loaded_is_refused(copied, monkeypat
         load_model(copied)
 
 
-def test_a_start_that_is_refused_does_not_wait_for_hashing(large, monkeypatch):
-    """What is not hashed yet is left."""
+def test_a_refused_start_does_not_wait_for_hashing(large, monkeypatch):
+    """Unhashed files are skipped."""
     begun, begun_pieces = threading.Event(), []
     hash_piece = FileDigests._hash_piece
 
@@ -227,7 +227,7 @@ def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=7))
 
 
-def test_shards_count_with_what_is_in_them(tiny_model, tmp_path):
+def test_the_contents_of_shards_count(tiny_model, tmp_path):
     """Several files and their index; a stray weight file counts, too."""
     from transformers import AutoModelForCausalLM
 
@@ -256,14 +256,14 @@ def test_shards_count_with_what_is_in_them(tiny_model, tmp_path):
         ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, False),
     ],
 )
-def test_what_changes_tokens_or_kv_is_another_model(copied, file, changes, is_same):
-    """And nothing else is: neither layout of JSON nor who saved it."""
+def test_changes_of_tokens_or_kv_make_another_model(copied, file, changes, is_same):
+    """Others do not, such as the layout of JSON or the saving program."""
     before = model_fingerprint(copied)
     edit_json(copied / file, **changes)
     assert (model_fingerprint(copied) == before) is is_same
 
 
-def test_another_chat_template_is_another_model(copied):
+def test_another_chat_template_makes_another_model(copied):
     """The same messages have other tokens."""
     before = model_fingerprint(copied)
     template = copied / "chat_template.jinja"
@@ -271,8 +271,8 @@ def test_another_chat_template_is_another_model(copied):
     assert model_fingerprint(copied) != before
 
 
-def test_a_digest_is_that_of_the_size_and_the_pieces(tmp_path):
-    """As SHA-256 makes it: a next version that makes another one would find no session again."""
+def test_a_digest_covers_the_size_and_the_pieces(tmp_path):
+    """It is a SHA-256: if a later version changed it no session would be found again."""
     file = tmp_path / "weights"
     file.write_bytes(b"x" * PIECE_BYTES + b"the rest")
     pieces = [hashlib.sha256(data).digest() for data in (b"x" * PIECE_BYTES, b"the rest")]
@@ -282,8 +282,8 @@ def test_a_digest_is_that_of_the_size_and_the_pieces(tmp_path):
     assert digests.read_bytes == PIECE_BYTES + 8
 
 
-def test_fingerprints_are_those_of_every_version(tmp_path):
-    """Of a directory and of a file; with another one, all that is stored would be lost."""
+def test_fingerprints_never_change_between_versions(tmp_path):
+    """Of a directory and of a file; otherwise everything stored would be lost."""
     directory, file = tmp_path / "model", tmp_path / "model.gguf"
     directory.mkdir()
     (directory / "config.json").write_text('{"model_type": "llama"}')
@@ -295,6 +295,6 @@ def test_fingerprints_are_those_of_every_version(tmp_path):
 
 
 def test_a_file_is_settled_some_time_after_its_last_change():
-    """Of its bytes or of anything else of it."""
+    """Of its bytes or its metadata."""
     for state in (FileState(1, 1, 500, 400), FileState(1, 1, 400, 500)):
         assert [state.is_settled(now_ns, 100) for now_ns in (599, 600)] == [False, True]

@@ -1,4 +1,4 @@
-"""Models that count positions from another number than 0 are told theirs, and lose no answer."""
+"""Models whose positions do not start at 0 get their own, and lose no context."""
 
 import copy
 
@@ -18,8 +18,8 @@ def logits(model, **options):
         return model(input_ids=torch.tensor([TOKENS]), use_cache=False, **options).logits
 
 
-def test_given_positions_count_from_zero(build):
-    """As often as it is asked for; what the model counts by itself stays as it was."""
+def test_given_positions_start_at_zero(build):
+    """For repeated calls; positions that the model computes itself do not change."""
     model = build(NAME).eval()
     stock = copy.deepcopy(model)
     positions = torch.arange(len(TOKENS))[None]
@@ -29,8 +29,8 @@ def test_given_positions_count_from_zero(build):
     assert logits(model).equal(logits(stock))
 
 
-def test_the_window_is_as_many_tokens_as_there_are_positions(tiny):
-    """To the last of them; rows that stand for nothing are none."""
+def test_the_window_has_as_many_tokens_as_positions(tiny):
+    """Padding rows do not count."""
     model = tiny(NAME)
     assert model.loaded.context_window == WINDOW - PADDING - 1
     assert (model.calibration.mode, model.calibration.positions) == ("ragged", "coupled")
@@ -43,7 +43,7 @@ def test_the_window_is_as_many_tokens_as_there_are_positions(tiny):
 
 
 class _Counting(nn.Module):
-    """A model with a table some of whose rows stand for nothing, read from `first` on."""
+    """A model with a table that has padding rows, read from `first` on."""
 
     def __init__(self, first):
         super().__init__()
@@ -60,8 +60,8 @@ class _Counting(nn.Module):
 @pytest.mark.parametrize(
     ("first", "num_positions", "expected"), [(5, 32, 5), (0, 32, 0), (5, 64, 0), (None, 32, 0)]
 )
-def test_what_a_model_counts_from_is_seen_not_assumed(first, num_positions, expected):
-    """A table with padding may be read from 0, or be one of something else."""
+def test_the_first_position_is_observed(first, num_positions, expected):
+    """A table with padding may be read from 0, or have another purpose."""
     model = _Counting(first)
     assert count_from_zero(model, num_positions) == expected
     if first is not None:
@@ -69,7 +69,7 @@ def test_what_a_model_counts_from_is_seen_not_assumed(first, num_positions, expe
         assert model.told.tolist() == [[expected, expected + 1]]
 
 
-def test_other_models_are_left_alone(build):
+def test_other_models_are_not_changed(build):
     """They are not even run."""
     model = build("llama")
     model.register_forward_pre_hook(lambda *_: pytest.fail("it is run"))

@@ -1,4 +1,4 @@
-"""Taps of modules that keep states: they are the forward's own, as if it were asked for them."""
+"""Taps of modules that keep states: each forward has its own, as if passed explicitly."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SUM, LAST = StatePlace(0, "kept", 0), StatePlace(0, "kept", 1)
 
 
 class Sums(nn.Module):
-    """Sums up what it is given, over all calls, and keeps the last of it."""
+    """Sums up its inputs over all calls, and keeps the last one."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Sums(nn.Module):
 
 
 class States(dict):
-    """A forward under way that has these states, and no other part."""
+    """A running forward with these states."""
 
     def state(self, place):
         """Return one of them."""
@@ -51,7 +51,7 @@ class States(dict):
         self[place] = state
 
 
-def tapped():
+def make_tapped():
     module = Sums()
     tap_kept_states({module: {"total": SUM, "last": LAST}})
     return module
@@ -61,9 +61,9 @@ def tensor(value):
     return torch.tensor(float(value))
 
 
-def test_each_forward_goes_on_from_its_own():
-    """Whatever ran in between; and nothing of it stays in the module."""
-    module, one, other = tapped(), States(), States({SUM: tensor(100), LAST: tensor(0)})
+def test_each_forward_continues_with_its_own_state():
+    """Whatever ran in between; and none of it stays in the module."""
+    module, one, other = make_tapped(), States(), States({SUM: tensor(100), LAST: tensor(0)})
     for states, tokens, expected in (
         (one, [1.0, 2.0], 3),
         (other, [5.0], 105),
@@ -75,26 +75,26 @@ def test_each_forward_goes_on_from_its_own():
         assert kept_tensors(module) == {}
 
 
-def test_without_a_forward_under_way_a_module_keeps_what_it_always_has():
-    """And a forward in between leaves that as it was."""
-    module = tapped()
+def test_without_a_forward_a_module_keeps_its_own_state():
+    """A forward in between does not change it."""
+    module = make_tapped()
     module(torch.tensor([2.0]))
     with forward_context(States()):
         module(torch.tensor([50.0]))
     assert module(torch.tensor([3.0])) == 5
 
 
-def test_a_call_that_fails_hands_over_nothing():
-    """Neither to its forward nor to the module."""
-    module, states = tapped(), States({SUM: tensor(7), LAST: tensor(6)})
+def test_a_failed_call_changes_no_state():
+    """Neither the forward's nor the module's."""
+    module, states = make_tapped(), States({SUM: tensor(7), LAST: tensor(6)})
     with forward_context(states), pytest.raises(OverflowError):
         module(torch.tensor([2000.0]))
     assert states == {SUM: tensor(7), LAST: tensor(6)}
     assert kept_tensors(module) == {}
 
 
-def test_what_changes_with_a_forward_is_found_and_put_back(build):
-    """Beside it a module may have tensors that do not change; again, there is nothing to find."""
+def test_tensors_that_change_are_found_and_restored(build):
+    """A module may have other tensors; a second search finds nothing."""
     model = build("recurrent-gemma").eval()
     loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="0" * 32)
     capture.install(model)
@@ -103,8 +103,8 @@ def test_what_changes_with_a_forward_is_found_and_put_back(build):
     assert kept_tensors(model) == {(model.model, "table"): table}
     taps = {m: m.forward for m in model.modules() if isinstance(m.forward, KeptStatesTap)}
     recurrent = model.config.layers_block_type.count("linear_attention")
-    assert len(taps) == 2 * recurrent > 0  # a convolution's and the sum's, in a module each
-    calibrate(loaded)  # which has taps of its own put around some
+    assert len(taps) == 2 * recurrent > 0  # a convolution's and the sum's, each in its module
+    calibrate(loaded)  # which wraps some in its own taps
     tapped = [(m, m.forward) for m in taps]
     assert has_taps(model)
     find_kept_states(loaded)

@@ -1,4 +1,4 @@
-"""Taps of modules that go on from states: what they cut, what they join, what they refuse."""
+"""Taps of modules with states: how they split and join calls, and which they refuse."""
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ COUNTED = MixerCall(frozenset({0, "factors"}), frozenset({0, 1}))
 
 
 class Sums(nn.Module):
-    """Sums up tokens, times factors; mixes what it is given at once."""
+    """Sums up tokens, times factors; mixes its inputs."""
 
     def forward(self, tokens, names, factors=None):
-        """Return the sums, twice the sums in a tuple, and what counts no tokens."""
+        """Return the sums, twice the sums in a tuple, and a value without tokens."""
         sums = (tokens * factors[0]).cumsum(1)
         return sums, (sums * 2,), f"{names} of {tokens.shape[0]} by {tokens.shape[1]}"
 
 
 class Groups:
-    """A forward under way that has these groups of tokens."""
+    """A running forward with these groups of tokens."""
 
     def __init__(self, *groups):
         self._groups = groups
@@ -32,7 +32,7 @@ class Groups:
         return iter(self._groups)
 
 
-def tapped():
+def make_tapped():
     """Return a module with a tap, and how it is called."""
     module = Sums()
     tap_mixers({module: COUNTED})
@@ -44,10 +44,10 @@ def run(first, end):
     return TokenGroup(slice(first, end), is_batch=False)
 
 
-def test_without_a_forward_under_way_a_tap_is_transparent():
-    """So it is under one over a single sequence."""
+def test_without_a_forward_a_tap_is_transparent():
+    """Also in one over a single sequence."""
     expected = TOKENS.cumsum(1) * 3
-    _, call = tapped()
+    _, call = make_tapped()
     for found in (call(), _under(Groups(), call)):
         assert found[0].equal(expected)
         assert found[1][0].equal(expected * 2)
@@ -55,11 +55,11 @@ def test_without_a_forward_under_way_a_tap_is_transparent():
 
 
 @pytest.mark.parametrize("singles", [slice(3, 6), torch.tensor([2, 3, 6])], ids=["run", "index"])
-def test_each_group_is_called_by_itself(singles):
-    """Tokens of other sequences each are a batch; results are where the tokens are."""
+def test_each_group_is_called_separately(singles):
+    """Tokens of other sequences form a batch; results are in the tokens' places."""
     is_run = isinstance(singles, slice)
     others = [run(0, 3), run(6, 7)] if is_run else [run(0, 2), run(4, 6)]
-    _, call = tapped()
+    _, call = make_tapped()
     sums, (doubled,), text = _under(Groups(*others, TokenGroup(singles, is_batch=True)), call)
     expected = TOKENS * 3
     for group in others:
@@ -71,22 +71,22 @@ def test_each_group_is_called_by_itself(singles):
 
 def test_a_batch_of_all_tokens_is_one_call():
     """As when all sequences decode."""
-    _, call = tapped()
+    _, call = make_tapped()
     sums, _, text = _under(Groups(TokenGroup(slice(0, 7), is_batch=True)), call)
     assert sums.equal(TOKENS * 3)
     assert text == "sums of 7 by 1"
 
 
-def test_a_tap_is_renewed_and_not_put_upon_another():
+def test_a_tap_is_replaced_and_not_nested():
     """Models are probed several times."""
-    module, _ = tapped()
+    module, _ = make_tapped()
     tap_mixers({module: MixerCall(frozenset({0}), None)})
     assert isinstance(module.forward, MixerTap)
     assert not isinstance(module.forward.forward, MixerTap)
 
 
-def test_what_counts_tokens_is_seen_in_a_call():
-    """Tensors, and tuples of them; a lone result by itself."""
+def test_values_per_token_are_recognised():
+    """Tensors, and tuples of them; a single result."""
     cos, state = torch.zeros(1, 7, 4), torch.zeros(1, 2, 3)
     call = MixerCall.observe(
         "M", 7, (TOKENS, state, None), {"rope": (cos, cos), "x": 7}, (cos, state)
@@ -108,7 +108,7 @@ def test_a_call_that_cannot_be_cut_is_refused(given):
 
 @pytest.mark.parametrize("result", [{"states": TOKENS}, None, torch.zeros(1, 3)])
 def test_a_result_that_cannot_be_joined_is_refused(result):
-    """It is to be a tensor that counts tokens, or a tuple."""
+    """It has to be a tensor per token, or a tuple."""
     with pytest.raises(ModelModeMissingError, match="M returns"):
         MixerCall.observe("M", 7, (TOKENS,), {}, result)
 

@@ -1,4 +1,4 @@
-"""Models in one file: which are taken, and what is said of those that cannot be."""
+"""Models in one file: which are accepted, and the errors of others."""
 
 import json
 
@@ -22,14 +22,14 @@ from tests.models import build_model
 
 @pytest.fixture
 def rubbish(tmp_path):
-    """Return a file that begins like a GGUF model."""
+    """Write a file that begins like a GGUF model."""
     path = tmp_path / "rubbish.gguf"
     path.write_bytes(b"GGUF" + bytes(range(64)))
     return path
 
 
-def test_the_first_bytes_tell_not_the_name(tmp_path, rubbish):
-    """A file of another kind is none, and neither is a directory."""
+def test_the_first_bytes_determine_the_format(tmp_path, rubbish):
+    """Not the name; a file of another kind is none, and neither is a directory."""
     other = tmp_path / "model.gguf"
     other.write_bytes(b"PK\x03\x04")
     renamed = rubbish.rename(tmp_path / "blob")
@@ -38,8 +38,8 @@ def test_the_first_bytes_tell_not_the_name(tmp_path, rubbish):
         load_model(other)
 
 
-def test_an_index_says_which_tensors_are_where(tmp_path):
-    """One that says nothing, or something else, is as none."""
+def test_an_index_lists_the_tensors_of_files(tmp_path):
+    """A missing or invalid one counts as none."""
     index = tmp_path / INDEX_FILE
     assert shards(tmp_path) == {}
     for weight_map in (["a.safetensors"], None, "a"):
@@ -49,7 +49,7 @@ def test_an_index_says_which_tensors_are_where(tmp_path):
     assert shards(tmp_path) == {"1": ["x", "z"], "2": ["y"]}
 
 
-def test_what_is_missing_is_named_with_its_command(rubbish):
+def test_a_missing_package_is_named_with_its_command(rubbish):
     """Transformers cannot read the format alone."""
     with pytest.raises(UnsupportedModelError) as refused:
         check_gguf(rubbish, ("no_such_package", "json", "nor_this_one"))
@@ -60,21 +60,21 @@ def test_what_is_missing_is_named_with_its_command(rubbish):
 
 
 def test_a_part_of_a_model_is_refused(rubbish):
-    """It would be taken for all of it."""
+    """It would be taken for a whole one."""
     part = rubbish.rename(rubbish.with_name("big-00002-of-00003.gguf"))
     with pytest.raises(UnsupportedModelError, match="llama-gguf-split --merge"):
         load_model(part)
 
 
-def test_a_directory_with_such_a_file_leads_to_it(rubbish):
-    """It has no config.json, but what is to be given instead is there."""
+def test_a_directory_with_such_a_file_names_it(rubbish):
+    """It has no config.json, and the error says what to pass instead."""
     with pytest.raises(UnknownModelError, match=f"give the GGUF file itself: {rubbish}"):
         load_model(rubbish.parent)
 
 
 @pytest.mark.parametrize("closed", [".", "config.json", "model.safetensors", "../file.gguf"])
-def test_what_may_not_be_read_is_named(tmp_path, closed):
-    """The directory or one of its files, who may not, and what lets them; then they may."""
+def test_missing_permissions_are_named(tmp_path, closed):
+    """With the path, the user, and the remedy; afterwards it works."""
     directory = tmp_path / "model"
     directory.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -95,16 +95,16 @@ def test_what_may_not_be_read_is_named(tmp_path, closed):
         check_model(model)
 
 
-def test_rubbish_is_refused_in_one_line(rubbish):
-    """Whatever reads it falls over it."""
+def test_an_invalid_file_is_refused_in_one_line(rubbish):
+    """Whichever reader fails."""
     with pytest.raises(UnsupportedModelError) as refused:
         load_model(rubbish)
     assert "\n" not in str(refused.value)
     assert str(rubbish) in str(refused.value)
 
 
-def test_a_file_s_fingerprint_follows_its_content(rubbish):
-    """Not its name; every byte counts."""
+def test_a_files_fingerprint_depends_on_its_content(rubbish):
+    """Not on its name; every byte counts."""
     before = model_fingerprint(rubbish)
     assert model_fingerprint(rubbish.rename(rubbish.with_name("other.gguf"))) == before
     content = bytearray(rubbish.with_name("other.gguf").read_bytes())
@@ -113,8 +113,8 @@ def test_a_file_s_fingerprint_follows_its_content(rubbish):
     assert model_fingerprint(rubbish) != before
 
 
-def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
-    """Logits and tokens are those of the directory that the file was made of; no bar is drawn."""
+def test_a_model_in_a_file_equals_its_directory(tmp_path, capsys):
+    """In logits and tokens; no progress bar is drawn."""
     directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.F32.gguf"
     expected = load_model(directory)
     _write_gguf(gguf, expected.model, expected.tokenizer, path)
@@ -136,7 +136,7 @@ def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
         )
     assert torch.allclose(found, wanted, atol=1e-5)
     assert loaded.fingerprint == model_fingerprint(path)
-    unnamed = load_model(path.rename(tmp_path / "Tiny.F32"))  # as a unit's model may be called
+    unnamed = load_model(path.rename(tmp_path / "Tiny.F32"))  # a possible name of a unit's model
     assert (unnamed.name, unnamed.dtype, unnamed.fingerprint) == (
         "Tiny.F32",
         torch.float32,
@@ -144,8 +144,8 @@ def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
     )
 
 
-def test_a_file_that_is_cut_is_refused_with_that(tmp_path):
-    """As a download that was broken off leaves it: at its beginning, or among the weights."""
+def test_a_truncated_file_is_refused(tmp_path):
+    """As after an aborted download: at its beginning, or among the weights."""
     directory, path = build_model(tmp_path / "made"), tmp_path / "cut.gguf"
     made = load_model(directory)
     _write_gguf(gguf, made.model, made.tokenizer, path)
@@ -156,8 +156,8 @@ def test_a_file_that_is_cut_is_refused_with_that(tmp_path):
             load_model(path)
 
 
-def test_a_quantized_model_in_a_file_is_computed_as_any(tmp_path):
-    """Its weights are what the file's are worth, in the dtype that the service is told."""
+def test_a_quantized_model_in_a_file_is_dequantized(tmp_path):
+    """To the dtype of the service."""
     directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.Q8_0.gguf"
     expected = load_model(directory)
     _write_gguf(gguf, expected.model, expected.tokenizer, path, gguf.GGMLQuantizationType.Q8_0)
@@ -182,7 +182,7 @@ LAYER_TENSORS = {
 
 
 def _write_gguf(gguf, model, tokenizer, path, kind=None):
-    """Write a Llama as llama.cpp's converter does: rotary pairs side by side."""
+    """Write a Llama as llama.cpp's converter does: rotary pairs are adjacent."""
     config, weights = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)

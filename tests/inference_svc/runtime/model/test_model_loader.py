@@ -1,4 +1,4 @@
-"""Model directories: what is loaded, what is refused, and how a model is identified."""
+"""Model directories: loading, refusals, and identity."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def copied(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
 
 
-def test_loads_what_save_pretrained_wrote(saved):
+def test_a_saved_model_is_loaded(saved):
     """Name, sizes and end tokens come from the directory."""
     loaded = load_model(saved)
     assert (loaded.name, loaded.architecture) == ("tiny-llama", "LlamaForCausalLM")
@@ -39,22 +39,22 @@ def test_loads_what_save_pretrained_wrote(saved):
     assert not any(weight.requires_grad for weight in loaded.model.parameters())
 
 
-def test_how_long_the_fingerprint_was_waited_for_is_part_of_the_start(saved):
-    """Seconds on a clock, which cannot be more than the whole load took."""
+def test_the_wait_for_the_fingerprint_is_measured(saved):
+    """Seconds on a clock, at most those of the whole load."""
     began_s = time.monotonic()
     loaded = load_model(saved)
     assert 0 <= loaded.hash_wait_s <= time.monotonic() - began_s
     assert loaded.hashed_bytes > 0
 
 
-def test_no_progress_is_drawn(saved, capfd):
-    """What a service writes there are lines of a log."""
+def test_no_progress_bar_is_drawn(saved, capfd):
+    """The output of a service is a log."""
     enable_progress_bar()
     load_model(saved)
     assert "%|" not in capfd.readouterr().err
 
 
-def test_dtype_is_a_choice_of_the_start(saved):
+def test_dtype_is_an_option_of_the_start(saved):
     """The same model in another dtype keeps its fingerprint."""
     half, single = load_model(saved, dtype="bfloat16"), load_model(saved)
     assert half.dtype == torch.bfloat16
@@ -62,7 +62,7 @@ def test_dtype_is_a_choice_of_the_start(saved):
 
 
 @pytest.mark.parametrize("spoil", ["directory", "config.json", "model.safetensors"])
-def test_what_is_not_there_is_named(copied, spoil):
+def test_missing_files_are_named(copied, spoil):
     """A missing directory, config or weight file is one line with a remedy."""
     path = copied / "elsewhere" if spoil == "directory" else copied
     (copied / spoil).unlink(missing_ok=True)
@@ -73,16 +73,16 @@ def test_what_is_not_there_is_named(copied, spoil):
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_rubbish_is_refused_in_one_line(copied, file):
-    """Files that cannot be read do not end in a traceback."""
+def test_unreadable_files_are_refused_in_one_line(copied, file):
+    """Without a traceback."""
     (copied / file).write_bytes(b"{ rubbish")
     with pytest.raises(UnsupportedModelError) as refused:
         load_model(copied)
     assert "\n" not in str(refused.value)
 
 
-def test_broken_tokenizer_is_refused(copied):
-    """A tokenizer that is there but cannot be read is not taken for none."""
+def test_a_broken_tokenizer_is_refused(copied):
+    """It is not treated as missing."""
     (copied / "tokenizer.json").write_text("{ rubbish")
     with pytest.raises(UnsupportedModelError, match="tokenizer"):
         load_model(copied)
@@ -95,8 +95,8 @@ def test_unknown_architecture_is_refused(copied):
         load_model(copied)
 
 
-def test_a_model_of_two_parts_is_refused_as_what_it_is(copied):
-    """Its remedy is its own, and not that of files that cannot be read."""
+def test_a_model_of_two_parts_is_refused_with_its_own_remedy(copied):
+    """Not with that of unreadable files."""
     path = copied / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "is_encoder_decoder": True}))
@@ -107,7 +107,7 @@ def test_a_model_of_two_parts_is_refused_as_what_it_is(copied):
 
 @pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])
 def test_unusable_device_is_refused(saved, device):
-    """A device that is not there is one line."""
+    """A missing device is one line."""
     with pytest.raises(UnsupportedModelError, match=device):
         load_model(saved, device=device)
 

@@ -1,4 +1,4 @@
-"""Packed layers compute what the layers do that they stand in for, and give them back."""
+"""Packed layers compute like the layers that they replace, which can be restored."""
 
 import copy
 import weakref
@@ -21,7 +21,7 @@ from inference_svc.runtime.model.packed_linear import (
 )
 
 CPU = torch.device("cpu")
-WIDTH = 768  # of a layer with as many inputs as outputs that is packed
+WIDTH = 768  # of a packed layer with as many inputs as outputs
 WIDE = 2 * MIN_WEIGHTS_FLOAT32 // WIDTH
 
 
@@ -48,7 +48,7 @@ class _Model(nn.Module):
 
 
 class _Projection(nn.Linear):
-    """A class of its own, which may compute something else."""
+    """A layer of another class, which may compute something else."""
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def model():
     return _Model().eval().requires_grad_(requires_grad=False)
 
 
-def test_what_is_packed_is_no_state_of_a_model():
-    """Torch could not write it to a file."""
+def test_packed_weights_are_not_part_of_the_state_dict():
+    """Torch could not save them."""
     assert list(PackedLinear(nn.Linear(256, 256)).state_dict()) == ["bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_products_are_those_of_the_layer_but_for_rounding(dtype, rows):
+def test_products_equal_those_of_the_layer_up_to_rounding(dtype, rows):
     if dtype is torch.bfloat16 and not can_pack(CPU, dtype):
         pytest.skip("this processor has no packed product of bfloat16")
     torch.manual_seed(rows)
@@ -77,7 +77,7 @@ def test_products_are_those_of_the_layer_but_for_rounding(dtype, rows):
     )
 
 
-def test_a_rows_products_do_not_depend_on_the_rows_beside_it():
+def test_a_rows_product_does_not_depend_on_other_rows():
     torch.manual_seed(0)
     layer, states = PackedLinear(nn.Linear(576, 192)), torch.randn(300, 576)
     with torch.inference_mode():
@@ -85,7 +85,7 @@ def test_a_rows_products_do_not_depend_on_the_rows_beside_it():
         assert all(torch.equal(layer(states[:rows]), whole[:rows]) for rows in (1, 2, 8, 17, 128))
 
 
-def test_large_layers_alone_are_packed(model):
+def test_only_large_layers_are_packed(model):
     token_ids, before = torch.tensor([[1, 2, 3]]), copy.deepcopy(model)
     num_bytes = pack_weights(model)
     assert num_bytes == packed_bytes(model) == 4 * WIDTH * (WIDTH + WIDE)
@@ -96,12 +96,12 @@ def test_large_layers_alone_are_packed(model):
     assert torch.equal(model.embedding.weight, before.embedding.weight)
 
 
-def test_smaller_layers_are_packed_of_narrower_numbers():
+def test_smaller_layers_are_packed_in_narrower_dtypes():
     assert least_weights(torch.float32) == MIN_WEIGHTS_FLOAT32 > MIN_WEIGHTS
     assert least_weights(torch.bfloat16) == least_weights(torch.float16) == MIN_WEIGHTS
 
 
-def test_unpacked_weights_are_those_that_were_packed(model):
+def test_unpacked_weights_equal_the_original_ones(model):
     before = copy.deepcopy(model)
     pack_weights(model)
     assert torch.equal(model.head.weight, before.head.weight)
@@ -116,8 +116,8 @@ def test_unpacked_weights_are_those_that_were_packed(model):
 @pytest.mark.parametrize(
     ("most_kept", "is_kept"), [(0, False), (packed_linear.MOST_KEPT_BYTES, True)]
 )
-def test_few_rows_are_multiplied_with_weights_that_are_kept(model, monkeypatch, most_kept, is_kept):
-    """A small model's are, and an embedding's, which are there anyway."""
+def test_few_rows_are_multiplied_with_kept_weights(model, monkeypatch, most_kept, is_kept):
+    """Those of a small model, and of an embedding, which exist anyway."""
     monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", most_kept)
     before = copy.deepcopy(model)
     pack_weights(model)
@@ -133,14 +133,14 @@ def test_few_rows_are_multiplied_with_weights_that_are_kept(model, monkeypatch, 
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
 
 
-def test_no_weights_of_narrower_numbers_are_kept(model):
+def test_no_weights_of_narrower_dtypes_are_kept(model):
     if not can_pack(CPU, torch.bfloat16):
         pytest.skip("this processor has no packed product of bfloat16")
     pack_weights(model.bfloat16())
     assert model.again.stored is model.head.stored is None
 
 
-def test_what_is_not_kept_goes_before_the_next_layer_is_packed(model, monkeypatch):
+def test_weights_are_freed_before_the_next_layer_is_packed(model, monkeypatch):
     monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", 0)
     model.head = nn.Linear(WIDTH, WIDE, bias=False)  # no longer the embedding
     left = [weakref.ref(layer) for layer in (model.again, model.head)]
@@ -153,16 +153,16 @@ def test_what_is_not_kept_goes_before_the_next_layer_is_packed(model, monkeypatc
 
     monkeypatch.setattr(packed_linear, "PackedLinear", Counted)
     pack_weights(model)
-    assert alive[-2:] == [2, 1]  # the first was tried only
+    assert alive[-2:] == [2, 1]  # the first one was only a test
 
 
-def test_a_layer_with_hooks_stays(model):
+def test_a_layer_with_hooks_is_not_packed(model):
     model.head.register_forward_hook(lambda *_: None)
     pack_weights(model)
     assert type(model.head) is nn.Linear
 
 
-def test_where_torch_has_no_kernel_everything_stays(model):
+def test_without_a_kernel_of_torch_nothing_is_packed(model):
     assert can_pack(CPU, torch.float32)
     assert not can_pack(CPU, torch.float64)
     assert not can_pack(torch.device("meta"), torch.float32)

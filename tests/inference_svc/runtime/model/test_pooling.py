@@ -1,4 +1,4 @@
-"""What a model directory says of its embeddings."""
+"""A model directory's settings of embeddings."""
 
 import json
 
@@ -14,7 +14,7 @@ from inference_svc.runtime.model.pooling import (
 KIND = "sentence_transformers.models."
 
 
-def written(directory, config, kinds=("Transformer", "Pooling", "Normalize")):
+def write_model(directory, config, kinds=("Transformer", "Pooling", "Normalize")):
     """Write the files of an embedding model."""
     modules = [
         {"idx": i, "path": f"{i}_{kind}", "type": KIND + kind} for i, kind in enumerate(kinds)
@@ -35,12 +35,12 @@ def written(directory, config, kinds=("Transformer", "Pooling", "Normalize")):
         ({"pooling_mode": ["mean"]}, PoolingMode.MEAN),
     ],
 )
-def test_ways_of_both_formats_are_read(tmp_path, config, mode):
-    assert find_pooling(written(tmp_path, config), "auto") == Pooling(mode)
+def test_both_formats_are_read(tmp_path, config, mode):
+    assert find_pooling(write_model(tmp_path, config), "auto") == Pooling(mode)
 
 
 def test_without_normalize_vectors_keep_their_length(tmp_path):
-    path = written(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling"))
+    path = write_model(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling"))
     assert find_pooling(path, "auto") == Pooling(PoolingMode.MEAN, is_normalized=False)
 
 
@@ -57,19 +57,19 @@ def test_without_normalize_vectors_keep_their_length(tmp_path):
         ({"pooling_mode": 7}, "cannot be read"),
     ],
 )
-def test_other_ways_are_named(tmp_path, config, problem):
+def test_unknown_methods_are_named(tmp_path, config, problem):
     with pytest.raises(UnknownPoolingError, match=problem):
-        find_pooling(written(tmp_path, config), "auto")
+        find_pooling(write_model(tmp_path, config), "auto")
 
 
-def test_a_projection_behind_the_pooling_is_not_left_out(tmp_path):
-    path = written(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"))
+def test_a_projection_behind_the_pooling_is_refused(tmp_path):
+    path = write_model(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"))
     with pytest.raises(UnknownPoolingError, match="Transformer, Pooling, Dense"):
         find_pooling(path, "auto")
 
 
 def test_a_default_prompt_is_put_before_every_text(tmp_path):
-    path = written(tmp_path, {"pooling_mode": "mean"})
+    path = write_model(tmp_path, {"pooling_mode": "mean"})
     prompts = {"default_prompt_name": "query", "prompts": {"query": "query: ", "document": ""}}
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     assert find_pooling(path, "auto") == Pooling(PoolingMode.MEAN, prompt="query: ")
@@ -81,16 +81,16 @@ def test_a_default_prompt_is_put_before_every_text(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["", "[]", "{}", "[1, 2]", '[{"type": 3}]', "\x00"])
-def test_broken_files_are_a_reason(tmp_path, broken):
-    path = written(tmp_path, {"pooling_mode": "mean"})
+def test_broken_files_give_a_reason(tmp_path, broken):
+    path = write_model(tmp_path, {"pooling_mode": "mean"})
     (path / "modules.json").write_text(broken)
     with pytest.raises(UnknownPoolingError):
         find_pooling(path, "auto")
 
 
-def test_a_setting_decides_without_files(tmp_path):
+def test_a_setting_overrides_the_files(tmp_path):
     assert find_pooling(tmp_path, "last") == Pooling(PoolingMode.LAST)
     with pytest.raises(UnknownPoolingError, match=r"no modules\.json"):
         find_pooling(tmp_path, "auto")
     with pytest.raises(UnknownPoolingError, match="is none"):
-        find_pooling(written(tmp_path, {"pooling_mode": "mean"}), "none")
+        find_pooling(write_model(tmp_path, {"pooling_mode": "mean"}), "none")

@@ -1,4 +1,4 @@
-"""What a start has found out is there at the next one, or is found out again."""
+"""Results of a start are found at the next one, or computed again."""
 
 import errno
 import os
@@ -21,15 +21,15 @@ def path(tmp_path):
 
 
 def test_entries_are_there_at_the_next_start(path):
-    """Until they are forgotten."""
+    """Until they are deleted."""
     file_at(path).remember({"one": {"n": 1}, "two": {"n": 2}})
     file_at(path).remember({"one": None})
     again = file_at(path)
     assert (again.find("one"), again.find("two")) == (None, {"n": 2})
 
 
-def test_those_that_were_used_last_are_kept(path):
-    """To be remembered again is a use."""
+def test_the_most_recently_used_entries_are_kept(path):
+    """Storing an entry again is a use."""
     file = file_at(path)
     file.remember({name: {"name": name} for name in "abc"})
     file.remember({"a": {"name": "a"}, "d": {"name": "d"}})
@@ -37,24 +37,24 @@ def test_those_that_were_used_last_are_kept(path):
     assert [name for name in "abcd" if again.find(name)] == ["a", "c", "d"]
 
 
-def test_another_format_is_not_believed(path):
-    """Nor is a file in which one byte is another."""
+def test_another_format_is_ignored(path):
+    """So is a file with a changed byte."""
     file_at(path).remember({"one": {"n": 1}})
     assert file_at(path, b"numbers 2").find("one") is None
     path.write_bytes(path.read_bytes().replace(b": 1}", b": 7}"))
     assert file_at(path).find("one") is None
 
 
-def test_a_directory_that_is_missing_costs_the_next_start_its_time(path):
-    """The entry is known to this one all the same."""
+def test_an_unwritable_directory_costs_the_next_start_time(path):
+    """This start has the entry all the same."""
     file = file_at(path.parent / "missing" / "numbers.json")
     file.remember({"one": {"n": 1}})
     assert file.find("one") == {"n": 1}
     assert not (path.parent / "missing").exists()
 
 
-def test_what_is_remembered_is_on_disk(path, monkeypatch):
-    """The whole file before it has its name, then the name; for no other user."""
+def test_entries_are_durable(path, monkeypatch):
+    """The file is synced before it is renamed, then its directory; only the user can read it."""
     synced, fsync = [], os.fsync
 
     def watched(descriptor):
@@ -73,8 +73,8 @@ def test_what_is_remembered_is_on_disk(path, monkeypatch):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_what_is_wrong_with_the_file_is_logged(path):
-    """With its name: whoever runs the service may mend it."""
+def test_errors_of_the_file_are_logged(path):
+    """With its path, so that an operator can mend it."""
     with capture_logs() as lines:
         file_at(path.parent)
         path.write_bytes(b"rubbish")

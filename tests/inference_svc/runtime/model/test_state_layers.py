@@ -1,4 +1,4 @@
-"""Models that look into their cache's layers for states are answered; for anything else refused."""
+"""Models that read states from their cache's layers get them; other reads are refused."""
 
 from weakref import ref
 
@@ -21,7 +21,7 @@ STATES = {
 
 
 def cache_over(states):
-    """Return a cache, and the block in which it is that of a sequence which has these states."""
+    """Return a cache, and a block in which it has the states of a sequence."""
     return CaptureCache(), forward_context(Probe(64, torch.device("cpu"), given_states=states))
 
 
@@ -45,8 +45,8 @@ class HistoryOf7(Probe):
 
 
 @pytest.mark.parametrize("leading", [(1,), (3, 1)], ids=["counted once", "in three dimensions"])
-def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
-    """A layer is asked for them, or the cache itself; what is put there is not what is found."""
+def test_positions_have_the_dimensions_of_later_ones(leading):
+    """A layer or the cache is asked for them; assignments to them are ignored."""
     cache, new = CaptureCache(), torch.arange(7, 9).expand(*leading, 2)
     with forward_context(HistoryOf7(64, torch.device("cpu"))):
         cache.layers[LAYER].indexer_position_ids = new
@@ -58,8 +58,8 @@ def test_positions_come_with_the_dimensions_of_those_behind_them(leading):
             assert (before + 1).tolist() == list(range(1, 8))
 
 
-def test_a_layer_is_as_long_as_its_cache_says():
-    """Also if the model has the cache ask its layers, as Recurrent Gemma has in 5.17."""
+def test_a_layer_is_as_long_as_its_cache():
+    """Also if the cache asks its layers, as with Recurrent Gemma in 5.17."""
     cache = CaptureCache(claimed_tokens=7)
     with forward_context(Probe(64, torch.device("cpu"))):
         cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), LAYER)
@@ -69,8 +69,8 @@ def test_a_layer_is_as_long_as_its_cache_says():
     assert cache.layers[0].get_seq_length() == 7
 
 
-def test_a_cache_goes_without_the_garbage_collector():
-    """There is one for each step; with it its layers are of no more use."""
+def test_a_cache_is_freed_without_the_garbage_collector():
+    """There is one per step; its layers become useless with it."""
     cache = CaptureCache()
     layers, gone = cache.layers, ref(cache)
     del cache
@@ -79,16 +79,16 @@ def test_a_cache_goes_without_the_garbage_collector():
         _ = layers[LAYER]
 
 
-def test_nothing_stands_before_first_tokens():
-    """A layer has none then, and the cache not even the attribute."""
+def test_before_the_first_token_there_is_no_state():
+    """A layer has none then, and the cache lacks the attribute."""
     cache, forward = cache_over({})
     with forward:
         assert cache.layers[LAYER].indexer_position_ids is None
         assert not hasattr(cache, "position_ids")
 
 
-def test_anything_else_of_a_layer_is_refused():
-    """And there are no layers to be counted."""
+def test_other_attributes_of_a_layer_are_refused():
+    """And the layers cannot be counted."""
     cache, _ = cache_over({})
     assert len(cache.layers) == 0
     with pytest.raises(ModelModeMissingError, match="more than keys, values and states"):
@@ -96,8 +96,8 @@ def test_anything_else_of_a_layer_is_refused():
 
 
 @pytest.mark.parametrize("states", [{}, STATES], ids=["first tokens", "over states"])
-def test_whether_there_are_states_is_told_as_it_was_before_the_forward(states):
-    """Of a layer and of all, also when the layer has left some by now."""
+def test_the_presence_of_states_is_that_before_the_forward(states):
+    """Of a layer and of all, even if the layer has stored some by now."""
     cache, forward = cache_over(states)
     with forward:
         cache.update_conv_state(torch.ones(1, 2, 5), LAYER, conv_kernel_size=4)
@@ -106,8 +106,8 @@ def test_whether_there_are_states_is_told_as_it_was_before_the_forward(states):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
-def test_a_model_that_looks_there_is_served_as_one_that_asks(build, tiny, monkeypatch, name):
-    """On every path that calibration proves: mixed steps, batches that decode, loads."""
+def test_a_model_that_reads_layers_is_served_like_one_that_asks(build, tiny, monkeypatch, name):
+    """On every proven path: mixed steps, decoding batches, loads."""
 
     def conv_state(cache, layer_idx, state_idx=0):
         has_states = cache.has_previous_state(layer_idx, state_idx)

@@ -1,4 +1,4 @@
-"""Where a layer's keys are seen before RoPE."""
+"""Where a layer's keys before RoPE are found."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from inference_svc.runtime.positions.recipes import KeySource
     ("dim", "first", "width"),
     [(6, 0, 6), (6, 0, 4), (3, 0, 3), (9, 0, 2), (6, 2, 4), (9, 7, 2), (9, 3, 2)],
 )
-def test_what_is_never_rotated_comes_from_the_cache(seq_dim, dim, first, width):
-    """The rest from the apply call's argument, however its dimensions are ordered."""
+def test_the_unrotated_part_comes_from_the_cache(seq_dim, dim, first, width):
+    """The rest comes from the apply call's argument, in any order of dimensions."""
     tokens, heads = 5, 2
     whole = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(3))
     argument = whole[..., first : first + width]

@@ -1,4 +1,4 @@
-"""Rotary tables repeat a model's own embedding exactly."""
+"""Rotary tables reproduce a model's own embedding exactly."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,7 +41,7 @@ def random_keys(num_tokens, heads=3, dtype=torch.float32, seed=1):
 
 
 def by_definition(rotary, keys, start):
-    """Rotate element by element as the module docstring defines it, in three rounded steps."""
+    """Rotate element by element as the module docstring defines, in three rounded steps."""
     end = start + keys.shape[0]
     wide = keys.to(rotary._dtype)
     positions = torch.arange(start, end)
@@ -83,7 +83,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("rope", "dtypes"), sampled_cases(ROPES, DTYPES, count=16, seed=1))
-def test_bits_are_those_of_the_definition(rope, dtypes):
+def test_bits_equal_the_definition(rope, dtypes):
     """In every dtype and pairing, also into strided places: two rounded products, one sum."""
     keys_dtype, dtype, table_dtype = dtypes
     rotary = table(rope, dtype=dtype, table_dtype=table_dtype)
@@ -100,15 +100,15 @@ def test_bits_are_those_of_the_definition(rope, dtypes):
     assert (kv[:, 150:] == 9).all()
 
 
-def test_a_fused_multiply_add_would_be_noticed():
-    """The keys of these tests tell three roundings from two."""
+def test_a_fused_multiply_add_would_be_detected():
+    """The keys of these tests distinguish three roundings from two."""
     rotary, keys = table(halves), random_keys(130)
     exact = halves(keys.double().transpose(0, 1)[None], torch.arange(900, 1030))[0].transpose(0, 1)
     assert not torch.equal(exact.float(), by_definition(rotary, keys, 900))
 
 
-def test_a_turn_is_used_again_for_other_keys():
-    """What was prepared once turns whatever there is, layer after layer, where it is or not."""
+def test_a_rotator_can_be_used_for_other_keys():
+    """One that was prepared once rotates any keys, layer by layer, in place or not."""
     rotary, keys = table(interleaved, dtype=torch.bfloat16), random_keys(40, dtype=torch.bfloat16)
     rotator, out = rotary.rotator(keys, 7), torch.empty_like(keys)
     for seed in (3, 4):
@@ -120,8 +120,8 @@ def test_a_turn_is_used_again_for_other_keys():
         assert torch.equal(others, expected)
 
 
-def test_elements_that_do_not_turn_pass_unchanged():
-    """Even what no arithmetic would keep: infinity times a sine of zero is not a number."""
+def test_unrotated_elements_pass_unchanged():
+    """Arithmetic would change some: infinity times a sine of zero is NaN."""
     keys = random_keys(5)
     keys[:, :, 4:] = torch.inf
     turned = table(partial).rotate(keys, 3)
@@ -132,7 +132,7 @@ def test_elements_that_do_not_turn_pass_unchanged():
 
 
 def test_threads_do_not_share_intermediate_results():
-    """Several threads turning other keys with the same table each get their own."""
+    """Several threads that rotate other keys with the same table get their own results."""
     rotary = table(halves, dtype=torch.float32)
     keys = [random_keys(300, dtype=torch.bfloat16, seed=seed) for seed in range(4)]
     expected = [by_definition(rotary, one, 50) for one in keys]
@@ -166,8 +166,8 @@ def test_usual_pairings_need_few_slices(num_pairs):
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("start", [0, 1000, 5000])
-def test_rotation_equals_the_function(rope, start):
-    """Whatever the pairing, tables give what the function gives, also beyond the first table."""
+def test_tables_equal_the_function(rope, start):
+    """With any pairing, also beyond the first table."""
     keys = torch.randn(7, 3, DIM, generator=torch.Generator().manual_seed(1))
     expected = rope(keys.transpose(0, 1)[None], torch.arange(start, start + 7))[0].transpose(0, 1)
     torch.testing.assert_close(table(rope).rotate(keys, start), expected, rtol=1e-6, atol=1e-6)
@@ -181,7 +181,7 @@ def test_halves_are_exact():
 
 
 def test_tables_stay_within_the_context_window():
-    """The model's function is never asked for positions beyond the window."""
+    """The model's function is never called for positions beyond the window."""
     asked = []
 
     def watched(keys, positions):
@@ -193,14 +193,14 @@ def test_tables_stay_within_the_context_window():
 
 
 def pairs_and_a_third(keys, positions):
-    """Turn pairs, and give one element a part of a third."""
+    """Rotate pairs, and add a part of a third element to one."""
     turned = interleaved(keys, positions)
     turned[..., 0] += positions[:, None].T * keys[..., -1]
     return turned
 
 
 def one_element_twice(keys, positions):
-    """Turn pairs, of which one gives both of its outputs from one element."""
+    """Rotate pairs, one of which takes both of its outputs from one element."""
     turned = interleaved(keys, positions)
     turned[..., 1] = turned[..., 0]
     return turned
@@ -215,8 +215,8 @@ OTHERS = {
 }
 
 
-def test_tables_that_grow_are_made_few_times():
-    """Token by token, a sequence asks for no more of them than powers of two."""
+def test_growing_tables_are_made_few_times():
+    """Token by token, a sequence needs only powers of two."""
     asked = []
 
     def watched(keys, positions):
@@ -230,7 +230,7 @@ def test_tables_that_grow_are_made_few_times():
     assert asked == [1024, 2048, 4096]
     for most in (2048, 2049):
         table(watched).rotate(torch.zeros(1, 1, DIM), most - 1)
-    assert [asked[-3], asked[-1]] == [2048, 4096]  # the other is to find the pairs
+    assert [asked[-3], asked[-1]] == [2048, 4096]  # the other call finds the pairs
     whole = table(watched, max_tokens=300)
     asked.clear()
     for _ in range(2):
@@ -238,15 +238,15 @@ def test_tables_that_grow_are_made_few_times():
     assert asked == [300]
 
 
-def test_an_element_that_turns_fast_is_still_made_of_itself():
-    """First of all, and of its partner then: as at position 0, where nothing is turned."""
+def test_a_fast_rotating_element_is_still_paired_with_itself():
+    """First with itself, then with its partner: as at position 0, without rotation."""
     pairing = find_pairing(interleaved, DIM, CPU)
     assert list(pairing.source) == list(range(DIM))
     assert list(pairing.partner) == [element ^ 1 for element in range(DIM)]
 
 
 @pytest.mark.parametrize("rope", OTHERS.values(), ids=OTHERS)
-def test_other_functions_are_recognised_as_such(rope):
-    """What is no rotation of pairs is not taken for one."""
+def test_other_functions_are_recognised(rope):
+    """They are not taken for rotations of pairs."""
     with pytest.raises(RotaryNotLinearError):
         find_pairing(rope, DIM, CPU)

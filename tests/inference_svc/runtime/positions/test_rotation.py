@@ -1,4 +1,4 @@
-"""A rotary embedding is taken back, or moved, as exactly as its dtype allows."""
+"""Rotary embeddings are inverted, or moved, as exactly as their dtype allows."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 ROPES = [halves, interleaved, permuting, partial, scaled, partly_scaled, scattered]
-# Of the keys, of the model's products, of its cosines; and what two roundings to the keys' may do.
+# Rounding of the keys, of the model's products, of its cosines; and of two roundings to the keys'.
 DTYPES = [
     (torch.float32, torch.float32, torch.float32, 1e-6),
     (torch.float32, torch.float32, torch.bfloat16, 1e-6),
@@ -51,8 +51,8 @@ def close(rtol):
 
 
 @pytest.mark.parametrize(("rope", "dtypes"), sampled_cases(ROPES, DTYPES, count=14, seed=2))
-def test_unrotating_gives_the_keys_back(rope, dtypes):
-    """Also beyond the first table, and whatever scaling the model's cosines hold."""
+def test_unrotating_restores_the_keys(rope, dtypes):
+    """Also beyond the first table, and with any scaling of the cosines."""
     keys_dtype, dtype, table_dtype, error = dtypes
     rotary, keys = table(rope, dtype, table_dtype), random_keys(130, keys_dtype)
     for start in (0, 950, 5000):
@@ -66,7 +66,7 @@ def test_unrotating_gives_the_keys_back(rope, dtypes):
     sampled_cases(ROPES, DTYPES, [(700, 3), (1100, 1000), (3, 700), (9, 9)], count=25, seed=1),
 )
 def test_moved_keys_are_those_rotated_there(rope, dtypes, move):
-    """Moving rotated keys gives what rotating the keys at the new positions gives."""
+    """Moving rotated keys equals rotating the keys at the new positions."""
     (keys_dtype, dtype, table_dtype, error), (old, new) = dtypes, move
     rotary, keys = table(rope, dtype, table_dtype), random_keys(130, keys_dtype)
     out = torch.empty_like(keys)
@@ -75,7 +75,7 @@ def test_moved_keys_are_those_rotated_there(rope, dtypes, move):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_pieces_are_the_whole(rope):
+def test_pieces_equal_the_whole(rope):
     """Keys moved piece by piece, into strided places, have the bits of keys moved at once."""
     rotary = table(rope, torch.bfloat16)
     rotated = rotary.rotate(random_keys(90, torch.bfloat16), 300)
@@ -92,7 +92,7 @@ def test_pieces_are_the_whole(rope):
 @pytest.mark.parametrize("rope", [halves, partial])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_move_forward_over_themselves(rope, dtype):
-    """The result may overlap the keys, as when rows move up by less than their number."""
+    """The result may overlap the keys, as when rows move by less than their number."""
     rotary = table(rope, dtype)
     rotated = rotary.rotate(random_keys(60, dtype), 0)
     expected = torch.empty_like(rotated[7:])
@@ -102,7 +102,7 @@ def test_rows_move_forward_over_themselves(rope, dtype):
 
 
 def test_sixteen_bits_are_rounded_once():
-    """Between 16-bit keys, before and after: the result in float32 is rounded, nothing else."""
+    """Only the float32 result of 16-bit keys is rounded."""
     rotary = table(halves, torch.bfloat16)
     rotated = rotary.rotate(random_keys(200, torch.bfloat16), 40)
     exact, single = torch.empty(rotated.shape), torch.empty_like(rotated)
@@ -114,8 +114,8 @@ def test_sixteen_bits_are_rounded_once():
     torch.testing.assert_close(back, rotated, rtol=0, atol=1e-6)
 
 
-def test_elements_that_do_not_turn_pass_unchanged():
-    """The rest of a partly rotated key is copied, whatever it holds."""
+def test_unrotated_elements_pass_unchanged():
+    """The rest of a partly rotated key is copied."""
     rotary, keys = table(partial), random_keys(5)
     keys[:, :, 4:] = torch.inf
     out = torch.empty_like(keys)

@@ -1,4 +1,4 @@
-"""A peer in kvd's place that fails, or answers nonsense, where a test says so."""
+"""A peer in kvd's place that fails, or answers nonsense, on request."""
 
 import threading
 
@@ -38,7 +38,7 @@ class MemoryArena:
 
 
 class Peer:
-    """A kvd of one session in memory, granting `grant_tokens` at a time; faults by argument."""
+    """A kvd with one session in memory, granting `grant_tokens` at a time; faults are arguments."""
 
     attached = True
 
@@ -49,28 +49,28 @@ class Peer:
         self.stored = b""
         self.open_leases = set()
         self.next_lease = 0
-        self.pending = pending  # what becomes of loads under way: "arrives", "fails", "never"
+        self.pending = pending  # how pending loads end: "arrives", "fails", "never"
         self.progress = Progress(4)
         self.words = ProgressWords(self.progress.fd, 4)
         self.num_layers = len(layout.layers)
-        self.dram_tokens = 1000  # what is beyond is on SSD
+        self.dram_tokens = 1000  # tokens beyond this are on SSD
         self.ended = []
         self.retained = []
         self.expected = []
-        self.is_old = False  # it takes no hints of what sessions become
+        self.is_old = False  # whether it supports hints about sessions
         self.lineages = []  # of loads, stores and discards
         self.fetch_waits_s = []  # that loads allowed
         self.histories = []  # that loads named
         self.fetch_waited_s = 0.0  # what it says to have waited
         self.states = {}  # by position: the slots of those that are stored
         self.wanted_states = ()
-        self.free_slots = [7, 6, 5, 4]  # for states
+        self.free_slots = [7, 6, 5, 4]  # slots for states
         self.state_slots = layout.state_slots
         self.queue = self
         self.feed = None  # of the queue
 
     def pending_progress(self, lease_id):
-        """A load that ends as its argument says, in a thread of its own; "never" has no end."""
+        """Let a load end as its argument says, in a thread of its own; "never" does not end."""
         index = self.progress.open(lease_id, self.words.wake)
 
         def read():
@@ -216,7 +216,7 @@ class Peer:
 
 
 class Scene:
-    """A store beside a peer, and memory for sequences' KV."""
+    """A store with a peer, and memory for sequences' KV."""
 
     def __init__(self, model, threads, deadline_s=30.0, peer=None, **faults):
         self.model = model
@@ -239,7 +239,7 @@ class Scene:
         )
 
     def computed(self, marks=()):
-        """A sequence's KV and a write buffer with the prompt, and the states at these positions."""
+        """Make KV and a write buffer with the prompt, and the states at these positions."""
         kv, buffer = self.pool.new_kv(64), self.pool.new_write_buffer(0, 64)
         for first, end in zip((0, *marks), (*marks, len(PROMPT)), strict=True):
             self.runner.step([Chunk(kv, PROMPT[first:end], False, write_buffer=buffer)])
@@ -252,9 +252,9 @@ class Scene:
         return await self.store.save(KEY, as_token_bytes(PROMPT), 0, buffer)
 
     async def load(self, policy=LoadPolicy.ALWAYS, traffic=IDLE, pauses=False, **named):
-        """Both halves; returns what was begun, the sequence's KV, and its gate's error.
+        """Load in both phases; return what was begun, the sequence's KV, and its gate's error.
 
-        `pauses`: the second one is done in two, as where a read buffer is set.
+        `pauses`: the second phase has a break, as with a configured read buffer.
         """
         kv, wanted = self.pool.new_kv(64), as_token_bytes(PROMPT[:-1])
         request = LoadRequest(KEY, wanted, kv, policy, traffic=traffic, **named)
@@ -273,7 +273,7 @@ class Scene:
         return begun, kv, error
 
     def check_logits(self, kv):
-        """What follows the loaded rows is what follows the computed ones."""
+        """Check that new tokens have the same logits behind loaded and computed rows."""
         computed, _ = self.computed()
         last = [
             self.runner.step([Chunk(each, tokens, want_logits=True)])
@@ -282,7 +282,7 @@ class Scene:
         assert torch.allclose(*last, atol=1e-4)
 
 
-async def saved_scene(model, threads, **faults):
+async def save_scene(model, threads, **faults):
     scene = Scene(model, threads, **faults)
     await scene.save()
     return scene

@@ -1,4 +1,4 @@
-"""What is said of failures of kvd, and what is learnt from loads."""
+"""Reports of kvd's failures, and rates learned from loads."""
 
 import time
 
@@ -9,12 +9,12 @@ from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.store.kvd_loads import KvdCalls
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.errors import UnavailableError
-from tests.inference_svc.runtime.store.failing_peer import KEY, saved_scene
+from tests.inference_svc.runtime.store.failing_peer import KEY, save_scene
 from tests.synthetic_engine import small_layout
 
 
-def test_a_failure_is_logged_once_until_something_works_again():
-    """Each is counted, one of another kind is logged too; ours has its traceback."""
+def test_a_failure_is_logged_once_until_a_call_succeeds():
+    """Each is counted, one of another kind is logged too; an internal error has its traceback."""
     counters = Counters()
     calls = KvdCalls(small_layout(), counters)
     away, ours = UnavailableError("kvd is away", "start it"), RuntimeError("a mistake")
@@ -34,9 +34,9 @@ def test_a_failure_is_logged_once_until_something_works_again():
     assert counters.snapshot()["load_errors"] == 4
 
 
-async def test_loads_are_timed_by_the_slowest_tier_they_come_from(model, copy_threads):
+async def test_loads_are_timed_by_their_slowest_tier(model, copy_threads):
     """From their beginning to their end."""
-    scene = await saved_scene(model, copy_threads)
+    scene = await save_scene(model, copy_threads)
     for tier, dram_tokens in (("dram", 1000), ("ssd", 20)):
         assert scene.rates.loads.seconds(tier, 39) is None
         scene.peer.dram_tokens = dram_tokens
@@ -48,16 +48,16 @@ async def test_loads_are_timed_by_the_slowest_tier_they_come_from(model, copy_th
         assert 0 < found_s <= time.monotonic() - began_s
 
 
-async def test_a_load_that_was_held_back_on_the_way_says_nothing_of_its_tier(model, copy_threads):
-    """Most of the time it took others did."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_load_that_was_delayed_says_nothing_about_its_tier(model, copy_threads):
+    """Most of its time was spent by other work."""
+    scene = await save_scene(model, copy_threads)
     for _ in range(3):
         _, kv, error = await scene.load(pauses=True)
         assert (kv.num_tokens, error) == (39, None)
     assert scene.rates.loads.seconds("dram", 39) is None
 
 
-def test_an_arena_is_viewed_once():
+def test_an_arena_is_mapped_once():
     """Until there is another one, as after a restart of kvd."""
     calls = KvdCalls(small_layout(), Counters(), lambda arena, _layout: [arena])
     first, second = object(), object()
@@ -67,9 +67,9 @@ def test_an_arena_is_viewed_once():
     assert calls.as_tensors(second) == [second]
 
 
-async def test_nothing_to_load_is_not_asked_for(model, copy_threads):
+async def test_an_empty_history_is_not_requested(model, copy_threads):
     """A prompt of one token has no history."""
-    scene = await saved_scene(model, copy_threads)
+    scene = await save_scene(model, copy_threads)
     scene.peer.lineages.clear()
     request = LoadRequest(KEY, b"", scene.pool.new_kv(64), LoadPolicy.ALWAYS)
     begun = await scene.store.loads.begin(request)
@@ -78,8 +78,8 @@ async def test_nothing_to_load_is_not_asked_for(model, copy_threads):
 
 
 async def test_a_load_shows_that_kvd_works_again(model, copy_threads):
-    """It is said once."""
-    scene = await saved_scene(model, copy_threads, fail_at="prepare_load")
+    """It is logged once."""
+    scene = await save_scene(model, copy_threads, fail_at="prepare_load")
     with capture_logs() as lines:
         await scene.load()
         scene.peer.fail_at = ""

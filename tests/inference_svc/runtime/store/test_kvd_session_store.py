@@ -1,4 +1,4 @@
-"""The session store's saves, discards and ends, to a peer that fails: counted, and settled."""
+"""The session store's saves, discards and ends with a failing peer: counted, and released."""
 
 import asyncio
 
@@ -15,13 +15,13 @@ from inference_svc.runtime.store.kvd_session_store import _in_groups
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
-from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, save_scene
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("fail_at", ["prepare_store", "complete_store", "slot"])
-async def test_a_save_that_fails_is_counted_and_settled(model, copy_threads, fail_at):
+async def test_a_failed_save_is_counted_and_released(model, copy_threads, fail_at):
     """The turn is answered already; the next one recomputes."""
     scene = Scene(model, copy_threads, fail_at=fail_at)
     assert await scene.save() is None
@@ -32,8 +32,8 @@ async def test_a_save_that_fails_is_counted_and_settled(model, copy_threads, fai
 
 
 @pytest.mark.parametrize("fail_at", ["", "complete_store"])
-async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, fail_at):
-    """Even when kvd has gone, too: or the service would not end."""
+async def test_a_cancelled_save_ends_as_cancelled(model, copy_threads, fail_at):
+    """Even if kvd is gone, too: otherwise the service would not stop."""
     scene = Scene(model, copy_threads, fail_at=fail_at)
     _, buffer = scene.computed()
     clock = StepClock(len(model[1].layers), CPU)
@@ -47,8 +47,8 @@ async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, f
     assert not scene.peer.open_leases
 
 
-async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, copy_threads):
-    """Its rows come again."""
+async def test_a_save_of_a_failed_step_stores_nothing_and_is_no_error(model, copy_threads):
+    """Its rows will be computed again."""
     scene = Scene(model, copy_threads)
     _, buffer = scene.computed()
     clock = StepClock(len(model[1].layers), CPU)
@@ -63,7 +63,7 @@ async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, co
 
 
 async def test_a_save_holds_the_rows_it_copies(model, copy_threads):
-    """They are lent again once the save has ended, whoever has given them back meanwhile."""
+    """They are lent again once the save has ended, whoever has freed them meanwhile."""
     scene = Scene(model, copy_threads)
     _, buffer = scene.computed()
     before = scene.pool.num_free
@@ -86,17 +86,17 @@ def clock_is_awaited(clock):
 
 
 @pytest.mark.parametrize("fail_at", ["", "discard"])
-async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fail_at):
-    """It is dropped, and kvd told of its end: be it later, or of what others have of it."""
-    scene = await saved_scene(model, copy_threads, fail_at=fail_at)
+async def test_kv_of_a_deleted_session_is_dropped(model, copy_threads, fail_at):
+    """Kvd is told of its end, even later, and even if other servers have some of it."""
+    scene = await save_scene(model, copy_threads, fail_at=fail_at)
     await scene.store.forget(KEY, as_token_bytes(PROMPT))
     assert scene.peer.ended == [KEY]
     assert bool(scene.peer.stored) == bool(fail_at)
-    await scene.store.forget(KEY, b"")  # of a session without turns there is nothing
+    await scene.store.forget(KEY, b"")  # a session without turns has none
 
 
-async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
-    """The client reports it later; nobody waits for that."""
+async def test_an_end_that_does_not_reach_kvd_costs_nothing(model, copy_threads):
+    """The client reports it later; no turn waits for that."""
     scene = Scene(model, copy_threads, fail_at="end_session")
     with capture_logs() as lines:
         await scene.store.end_session(KEY)
@@ -106,8 +106,8 @@ async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
     ]
 
 
-async def test_what_is_to_be_kept_is_told_for_whole_blocks(model, copy_threads):
-    """What sessions begin with has a name of its own, that follows from its tokens."""
+async def test_retention_is_requested_for_whole_blocks(model, copy_threads):
+    """A prefix has its own name, which follows from its tokens."""
     scene = Scene(model, copy_threads)
     block_tokens = scene.store._calibration.layout.block_tokens
     tokens = as_token_bytes(range(2 * block_tokens + 1))
@@ -128,7 +128,7 @@ async def test_what_is_to_be_kept_is_told_for_whole_blocks(model, copy_threads):
     assert first.startswith("prefix-")
 
 
-async def test_a_wish_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
+async def test_a_retention_that_does_not_reach_kvd_costs_nothing(model, copy_threads):
     """It is lost, and logged once."""
     scene = Scene(model, copy_threads, fail_at="retain_session")
     with capture_logs() as lines:
@@ -137,8 +137,8 @@ async def test_a_wish_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
     assert [(line["event"], line["what"]) for line in lines] == [("session_store_failed", "retain")]
 
 
-async def test_what_is_expected_is_told_and_counted(model, copy_threads):
-    """Or lost, and counted: kvd is too old, or it is not there; that is logged once."""
+async def test_expected_tools_are_reported_and_counted(model, copy_threads):
+    """Or lost, and counted: kvd is too old, or absent; that is logged once."""
     scene = Scene(model, copy_threads)
     await scene.store.expect(KEY, ("bash",), superseded=False)
     await scene.store.expect(KEY, (), superseded=True)
@@ -154,8 +154,8 @@ async def test_what_is_expected_is_told_and_counted(model, copy_threads):
     assert (counts["expectations"], counts["expectations_lost"]) == (2, 3)
 
 
-async def test_trouble_is_logged_once_until_it_is_over(model, copy_threads):
-    """Each kind of it, as what was asked first; then that kvd works again."""
+async def test_trouble_is_logged_once_until_it_ends(model, copy_threads):
+    """Each kind of it, with the first call; then that kvd works again."""
     scene = Scene(model, copy_threads, fail_at="discard")
     token_ids = as_token_bytes(PROMPT)
     with capture_logs() as lines:
@@ -173,9 +173,9 @@ async def test_trouble_is_logged_once_until_it_is_over(model, copy_threads):
     ]
 
 
-async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
-    """So is that of what is stored and loaded."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_discard_has_its_lineage(model, copy_threads):
+    """So have stores and loads."""
+    scene = await save_scene(model, copy_threads)
     token_ids, ranges = as_token_bytes(PROMPT), ((0, 10), (20, 21))
     await scene.store.discard(KEY, token_ids, ranges, WHOLE)
     after = WHOLE.after(token_ids, ranges)
@@ -191,9 +191,9 @@ async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
 
 
 @pytest.mark.parametrize("fail_at", ["discard", "discard nonsense"])
-async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_threads, fail_at):
-    """Nobody gets an error: a later load misses what is not there."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_discard_that_does_not_reach_kvd_is_counted(model, copy_threads, fail_at):
+    """There is no error: a later load misses the tokens."""
+    scene = await save_scene(model, copy_threads)
     scene.peer.fail_at = fail_at
     with capture_logs() as lines:
         await scene.store.discard(KEY, as_token_bytes(PROMPT), ((0, 10),))
@@ -206,8 +206,8 @@ async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_thread
     assert begun.end_token == 39
 
 
-async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_threads):
-    """The step writes to the buffer all the same: what it computes may not be forgotten before."""
+async def test_a_save_of_stored_tokens_waits_for_its_step(model, copy_threads):
+    """The step writes to the buffer all the same, which must not be freed before."""
     scene = Scene(model, copy_threads)
     assert await scene.save() == ""
     clock = StepClock(len(model[1].layers), CPU)
@@ -222,7 +222,7 @@ async def test_a_save_of_what_is_stored_already_waits_for_its_step(model, copy_t
 
 
 class WatchedClock(StepClock):
-    """Notes which layers are waited for."""
+    """Records which layers are waited for."""
 
     def wait(self, layer_index, *limits):
         """See StepClock."""
@@ -231,7 +231,7 @@ class WatchedClock(StepClock):
 
 
 def test_a_save_wakes_up_for_several_layers_at_once():
-    """At the last one of each four parts, and for all that are there."""
+    """At the last layer of each quarter, and for all that are computed."""
     clock = WatchedClock(10, CPU)
     wait_layer = _in_groups(clock, CopyStream(CPU))
     ends = []
@@ -241,8 +241,8 @@ def test_a_save_wakes_up_for_several_layers_at_once():
     assert (clock.awaited, ends) == ([2, 5, 8], [3, 7, 10])
 
 
-async def test_kvd_follows_the_queue(model, copy_threads):
-    """It reads ahead by it."""
+async def test_kvd_gets_the_queue(model, copy_threads):
+    """It reads ahead accordingly."""
     scene, feed = Scene(model, copy_threads), QueueFeed()
     scene.store.follow_queue(feed)
     assert scene.peer.feed is feed

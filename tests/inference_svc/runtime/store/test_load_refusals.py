@@ -1,4 +1,4 @@
-"""When histories in kvd are not loaded: computing is cheaper, time is over, the service stops."""
+"""When stored histories are not loaded: computing is faster, time is up, the service stops."""
 
 import asyncio
 import time
@@ -12,11 +12,11 @@ from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from shared.kvd_client.grants import StoreGrant
 from shared.types.errors import LoadFailedError
 from shared.types.granted_slots import LoadSpan, Lookup
-from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Peer, Scene, saved_scene
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Peer, Scene, save_scene
 
 
 def know(rates, **load_s):
-    """Rates of loads by tier, in seconds a token; a token computed takes a millisecond."""
+    """Make rates of loads by tier, in seconds per token; computing a token takes a millisecond."""
     for num_tokens in (16, 64, 256, 1024):
         for _ in range(3):
             for tier, seconds in load_s.items():
@@ -25,9 +25,9 @@ def know(rates, **load_s):
             rates.steps.note(1, 9 * num_tokens, 1e-3)
 
 
-async def test_kvd_is_not_asked_for_what_is_computed_sooner(model, copy_threads):
-    """Not even its memory is fast enough."""
-    scene = await saved_scene(model, copy_threads)
+async def test_kvd_is_not_asked_if_computing_is_faster(model, copy_threads):
+    """Not even its DRAM is fast enough."""
+    scene = await save_scene(model, copy_threads)
     know(scene.rates, dram=10.0, ssd=10.0)
     scene.peer.lineages.clear()
     begun, _, _ = await scene.load(LoadPolicy.AUTO)
@@ -37,9 +37,9 @@ async def test_kvd_is_not_asked_for_what_is_computed_sooner(model, copy_threads)
     assert (await scene.load(LoadPolicy.ALWAYS))[0].end_token == 39
 
 
-async def test_what_is_all_on_ssd_is_not_read_if_that_takes_longer(model, copy_threads):
-    """kvd says where it is, and does not read it."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_history_on_ssd_is_not_read_if_that_takes_longer(model, copy_threads):
+    """kvd reports the tier, and does not read."""
+    scene = await save_scene(model, copy_threads)
     scene.peer.dram_tokens = 0
     know(scene.rates, dram=1e-9, ssd=10.0)
     begun, _, _ = await scene.load(LoadPolicy.AUTO)
@@ -49,9 +49,9 @@ async def test_what_is_all_on_ssd_is_not_read_if_that_takes_longer(model, copy_t
     assert not scene.peer.open_leases
 
 
-async def test_a_load_that_has_no_time_left_is_a_miss(model, copy_threads):
+async def test_a_load_without_time_left_is_a_miss(model, copy_threads):
     """With its reason, and no error."""
-    saved = await saved_scene(model, copy_threads)
+    saved = await save_scene(model, copy_threads)
     scene = Scene(model, copy_threads, deadline_s=0.0, peer=saved.peer)
     begun, _, _ = await scene.load()
     assert (begun.end_token, begun.reason) == (0, "deadline")
@@ -59,18 +59,18 @@ async def test_a_load_that_has_no_time_left_is_a_miss(model, copy_threads):
     assert not scene.peer.open_leases
 
 
-async def test_a_session_that_is_fetched_is_waited_for_once(model, copy_threads):
-    """With the first question, for as long as that may pay: nothing is known yet."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_fetched_session_is_waited_for_once(model, copy_threads):
+    """With the first request, as long as it may pay: rates are unknown yet."""
+    scene = await save_scene(model, copy_threads)
     assert (await scene.load(LoadPolicy.AUTO, history_tokens=30))[0].end_token == 39
     [first_s, *others_s] = scene.peer.fetch_waits_s
     assert (first_s > 0, set(others_s)) == (True, {0.0})
     assert set(scene.peer.histories) == {30}
 
 
-async def test_the_wait_for_a_fetch_is_no_time_of_the_load(model, copy_threads):
-    """Its deadline counts from its end, and so does what is learnt of its tier."""
-    scene, wait_s = await saved_scene(model, copy_threads), 0.1
+async def test_the_wait_for_a_fetch_is_not_part_of_the_load(model, copy_threads):
+    """The load's deadline and measured rate start after it."""
+    scene, wait_s = await save_scene(model, copy_threads), 0.1
     scene.peer.prepare_load = waiting = WaitingLoad(scene.peer, wait_s)
     first_s = time.monotonic()
     for _ in range(3):
@@ -82,9 +82,9 @@ async def test_the_wait_for_a_fetch_is_no_time_of_the_load(model, copy_threads):
     assert scene.rates.loads.seconds("dram", 39) <= all_loads_s
 
 
-async def test_nobody_has_waited_for_longer_than_it_took(model, copy_threads):
-    """Whatever kvd says: the load's deadline is not put off by it."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_reported_wait_is_at_most_the_elapsed_time(model, copy_threads):
+    """Whatever kvd reports: it cannot extend the load's deadline."""
+    scene = await save_scene(model, copy_threads)
     scene.peer.fetch_waited_s = 1e9
     begun, _, error = await scene.load()
     assert (begun.end_token, error) == (39, None)
@@ -92,7 +92,7 @@ async def test_nobody_has_waited_for_longer_than_it_took(model, copy_threads):
 
 
 class WaitingLoad:
-    """Has the peer take its time for the first answer, and say so."""
+    """Delays the peer's first answer, and reports a wait."""
 
     def __init__(self, peer, wait_s):
         self.peer, self.wait_s, self.waits = peer, wait_s, True
@@ -106,9 +106,9 @@ class WaitingLoad:
         return await self.prepare_load(*args, **kwargs)
 
 
-async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(model, copy_threads):
-    """Whoever waits in a forward goes on; the cancellation goes on, too."""
-    saved = await saved_scene(model, copy_threads, grant_tokens=64, pending="never")
+async def test_a_cancelled_load_fails_the_gate_and_releases_its_lease(model, copy_threads):
+    """A forward that waits for it continues; the cancellation takes effect, too."""
+    saved = await save_scene(model, copy_threads, grant_tokens=64, pending="never")
     scene = Scene(model, copy_threads, deadline_s=0.2, peer=saved.peer)
     kv = scene.pool.new_kv(64)
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
@@ -127,7 +127,7 @@ async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(mod
 
 
 class TimedPeer(Peer):
-    """Notes how much time stores are given."""
+    """Records the time limits of stores."""
 
     async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage, load_ends=()):
         """See Peer."""
@@ -136,7 +136,7 @@ class TimedPeer(Peer):
 
 
 async def test_all_grants_of_a_save_share_its_time(model, copy_threads):
-    """Each has what those before it have left."""
+    """Each has the time that the earlier ones have left."""
     peer = TimedPeer(model[1].layout)
     scene = Scene(model, copy_threads, deadline_s=1000.0, peer=peer)
     assert await scene.save() == ""
@@ -145,21 +145,21 @@ async def test_all_grants_of_a_save_share_its_time(model, copy_threads):
 
 
 class StingyPeer(Peer):
-    """Has room for nothing, and says that there is more."""
+    """Has no room, but says that there is more."""
 
     async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage, load_ends=()):
         """See Peer."""
         return StoreGrant(0, (), from_token, more=True, refused_reason="", arena=self.arena)
 
 
-async def test_a_save_that_gets_nowhere_ends(model, copy_threads):
-    """It would be asked for in vain, again and again."""
+async def test_a_save_without_progress_ends(model, copy_threads):
+    """Otherwise it would ask again for ever."""
     scene = Scene(model, copy_threads, peer=StingyPeer(model[1].layout))
-    async with asyncio.timeout(60):  # else it would not
+    async with asyncio.timeout(60):  # otherwise it would not end
         assert await scene.save() == ""
 
 
-def test_a_store_says_whether_kvd_is_there(model, copy_threads):
+def test_a_store_reports_whether_kvd_is_attached(model, copy_threads):
     """For people."""
     scene = Scene(model, copy_threads)
     assert (scene.store.state, scene.store.saves) == ("attached", True)
@@ -167,8 +167,8 @@ def test_a_store_says_whether_kvd_is_there(model, copy_threads):
     assert scene.store.state == "detached"
 
 
-async def test_a_short_block_that_nothing_follows_counts_as_it_is(model, copy_threads):
-    """What was copied is there: the next block is stored behind it, and it is not loaded again."""
+async def test_a_short_last_block_counts_as_it_is(model, copy_threads):
+    """Its copied rows stay: the next block is stored behind it, and it is not loaded again."""
     peer = ForgetfulPeer(model[1].layout, grant_tokens=10)
     scene = Scene(model, copy_threads, peer=peer)
     await scene.save()
@@ -178,8 +178,8 @@ async def test_a_short_block_that_nothing_follows_counts_as_it_is(model, copy_th
     assert sum(begun.tier_tokens.values()) == 10
 
 
-async def test_a_load_that_breaks_off_and_is_gone_leaves_nothing_to_copy(model, copy_threads):
-    """It is asked for again, and then there is nothing."""
+async def test_a_load_whose_session_disappears_leaves_nothing(model, copy_threads):
+    """It is requested again, and there is nothing then."""
     peer = ForgetfulPeer(model[1].layout, pending="fails")
     scene = Scene(model, copy_threads, peer=peer)
     await scene.save()
@@ -189,7 +189,7 @@ async def test_a_load_that_breaks_off_and_is_gone_leaves_nothing_to_copy(model, 
     assert not peer.open_leases
 
 
-def test_only_a_last_block_that_is_short_is_stored_anew(model, copy_threads):
+def test_only_a_short_last_block_is_stored_again(model, copy_threads):
     """With the tokens behind it; a full one is followed by another."""
     scene, size = Scene(model, copy_threads), model[1].layout.block_tokens
     for last_tokens, tail_from in ((size, 2 * size), (size - 1, size)):
@@ -202,7 +202,7 @@ def test_only_a_last_block_that_is_short_is_stored_anew(model, copy_threads):
 
 
 class ForgetfulPeer(Peer):
-    """Loses the rest of a session while the first part of it is copied."""
+    """Loses the rest of a session while its first part is copied."""
 
     async def complete_load(self, grant):
         await super().complete_load(grant)

@@ -1,4 +1,4 @@
-"""Save streams: groups of full blocks while computing, the rest at the end, sessions in order."""
+"""Save streams: groups of full blocks during computation, the rest at the end, in order."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ GROUP_TOKENS = 8
 
 
 class Store:
-    """Notes what it is asked to save; a save ends when it may, with the answer it is given."""
+    """Records its saves, which tests end with an answer."""
 
     def __init__(self, answer=""):
         self.saves = []
@@ -61,16 +61,16 @@ class Scene:
         self.pool = KVPool(shapes, 200, device=torch.device("cpu"), dtype=torch.float32)
 
     def open_on(self, buffer, key=KEY, shared_from=None):
-        """A stream over a buffer."""
+        """Make a stream over a buffer."""
         stream = self.saves.open(key, buffer, shared_from=shared_from)
         return stream, asyncio.create_task(self.saves.run(key, stream))
 
     def open(self, first_token):
-        """A stream that runs."""
+        """Make a running stream."""
         return self.open_on(self.buffer(first_token))
 
     def buffer(self, first_token):
-        """A buffer whose tokens are all computed."""
+        """Make a buffer whose tokens are all computed."""
         buffer = self.pool.new_write_buffer(first_token, 50)
         buffer.end_token = buffer.room_end
         return buffer
@@ -82,8 +82,8 @@ async def follow(stream, end_token):
         await stream.idle.wait()
 
 
-async def test_full_blocks_go_in_groups_and_the_end_takes_the_rest():
-    """Fewer tokens than a group wait; a partial block is stored at the end only."""
+async def test_full_blocks_are_saved_in_groups_and_the_end_saves_the_rest():
+    """Fewer tokens than a group wait; a partial block is stored only at the end."""
     scene = Scene()
     stream, life = scene.open(0)
     for end_token in range(1, 22):
@@ -95,7 +95,7 @@ async def test_full_blocks_go_in_groups_and_the_end_takes_the_rest():
 
 
 async def test_blocks_are_counted_from_the_buffers_first_token():
-    """A history may end anywhere after a discard: its last block's start is what counts."""
+    """A history may end anywhere after a discard: the start of its last block counts."""
     scene = Scene()
     stream, life = scene.open(3)
     await follow(stream, 10)
@@ -105,8 +105,8 @@ async def test_blocks_are_counted_from_the_buffers_first_token():
     assert scene.store.saves == [(3, 11), (11, 12)]
 
 
-async def test_what_is_kept_shorter_than_what_is_stored_needs_no_save():
-    """An answer that a stop string cuts may be stored beyond its end: that is no error."""
+async def test_a_kept_part_shorter_than_the_stored_one_needs_no_save():
+    """An answer that a stop string cuts may be stored beyond its end."""
     scene = Scene()
     stream, life = scene.open(0)
     await follow(stream, 16)
@@ -116,8 +116,8 @@ async def test_what_is_kept_shorter_than_what_is_stored_needs_no_save():
     assert scene.counters.snapshot()["saves"] == 1
 
 
-async def test_a_piece_that_was_refused_is_asked_for_again_with_the_next():
-    """What is stored is only what the store said is."""
+async def test_a_refused_piece_is_saved_with_the_next():
+    """Only tokens that the store confirms are stored."""
     scene = Scene(answer="no_space")
     stream, life = scene.open(0)
     await follow(stream, 8)
@@ -127,8 +127,8 @@ async def test_a_piece_that_was_refused_is_asked_for_again_with_the_next():
     assert scene.store.saves == [(0, 8), (0, 9)]
 
 
-async def test_what_is_stored_leaves_the_buffer():
-    """Full blocks do at once, the partial one stays: it is going to grow."""
+async def test_stored_tokens_leave_the_buffer():
+    """Full blocks at once, a partial one stays: it will grow."""
     scene = Scene()
     given = []
     buffer = scene.buffer(3)
@@ -145,8 +145,8 @@ async def test_what_is_stored_leaves_the_buffer():
     await life
 
 
-async def test_a_state_that_comes_during_a_save_is_stored_with_the_next_piece():
-    """It is behind tokens that are being stored, and was not there when that began."""
+async def test_a_state_noted_during_a_save_is_stored_with_the_next_piece():
+    """Its tokens are being stored, and it did not exist when that began."""
     scene = Scene()
     scene.store.may_end.clear()
     buffer = scene.buffer(0)
@@ -163,8 +163,8 @@ async def test_a_state_that_comes_during_a_save_is_stored_with_the_next_piece():
     assert buffer.states == {}
 
 
-async def test_what_nobody_has_asked_to_store_is_counted():
-    """From the end of the last full block that somebody has."""
+async def test_unrequested_tokens_are_counted():
+    """From the end of the last full block whose save was requested."""
     scene = Scene()
     stream, life = scene.open(3)
     assert stream.num_unsaved == 50
@@ -174,8 +174,8 @@ async def test_what_nobody_has_asked_to_store_is_counted():
     await life
 
 
-async def test_who_waits_for_tokens_is_woken_once_they_are_stored():
-    """At once if they are; when the stream ends, whatever has become of them."""
+async def test_waiting_callers_are_woken_once_tokens_are_stored():
+    """At once if they are; at the end of the stream in any case."""
     scene = Scene()
     stream, life = scene.open(0)
     awaited = {num_tokens: stream.stored_event(num_tokens) for num_tokens in (8, 9)}
@@ -188,7 +188,7 @@ async def test_who_waits_for_tokens_is_woken_once_they_are_stored():
     assert awaited[9].is_set()
 
 
-async def test_a_block_that_is_cut_short_is_not_stored_again():
+async def test_a_short_block_is_not_stored_again():
     """The next one begins behind it."""
     scene = Scene()
     stream, life = scene.open(0)
@@ -205,7 +205,7 @@ async def test_a_block_that_is_cut_short_is_not_stored_again():
     assert {first for first, _ in scene.store.saves[1:]} <= {6, 10}
 
 
-async def test_saves_are_idle_when_nothing_asked_for_is_under_way():
+async def test_saves_are_idle_without_active_requests():
     """Then waiting makes no room."""
     scene = Scene()
     scene.store.may_end.clear()
@@ -220,8 +220,8 @@ async def test_saves_are_idle_when_nothing_asked_for_is_under_way():
     await life
 
 
-async def test_a_later_turn_is_saved_after_the_one_before_it():
-    """Even if its stream has everything first; and `settled` waits for both."""
+async def test_a_later_turn_is_saved_after_the_previous_one():
+    """Even if its stream is complete first; and `settled` waits for both."""
     scene = Scene()
     scene.store.may_end.clear()
     first, life_first = scene.open(0)
@@ -237,8 +237,8 @@ async def test_a_later_turn_is_saved_after_the_one_before_it():
     assert scene.store.saves == [(0, 5), (4, 9)]
 
 
-async def test_an_abandoned_stream_ends_without_storing_and_is_not_counted():
-    """What is being copied goes on to its end, the rest is given up."""
+async def test_an_abandoned_stream_ends_without_an_error():
+    """Its active copy ends, the rest is dropped."""
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
@@ -254,8 +254,8 @@ async def test_an_abandoned_stream_ends_without_storing_and_is_not_counted():
     assert not counts["saves"] + counts["saves_refused"] + counts["save_dropped"]
 
 
-async def test_a_stream_that_is_cancelled_holds_nobody_up():
-    """As when the service stops in the middle of a save: who waits for it goes on."""
+async def test_a_cancelled_stream_blocks_no_caller():
+    """As when the service stops during a save: callers that wait for it continue."""
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
@@ -271,8 +271,8 @@ async def test_a_stream_that_is_cancelled_holds_nobody_up():
     assert scene.saves.is_idle
 
 
-async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
-    """A failure costs a recomputation later, nothing else."""
+async def test_a_failed_save_is_counted_and_the_next_turn_continues():
+    """It costs only a recomputation later."""
     scene = Scene(answer=None)
     first, life = scene.open(0)
     first.finish(tokens(5))
@@ -281,8 +281,8 @@ async def test_a_save_that_failed_is_counted_and_the_next_turn_goes_on():
     await scene.saves.wait_for_end(KEY)
 
 
-async def test_a_prefix_is_stored_when_its_first_session_has_stored_it():
-    """B has it from A, and C has it from B: C, too, builds on what A is still storing."""
+async def test_a_prefix_is_stored_after_its_first_session_has_stored_it():
+    """B has it from A, and C has it from B: C, too, waits for A's save."""
     scene = Scene()
     scene.store.may_end.clear()
     key_b, key_c = (SessionKey("default", "m", name) for name in "bc")
@@ -299,7 +299,7 @@ async def test_a_prefix_is_stored_when_its_first_session_has_stored_it():
     await asyncio.wait([life_b])
 
 
-async def test_synchronous_saving_waits_for_everything_asked_for():
+async def test_synchronous_saving_waits_for_all_requested_pieces():
     """`wait_until_idle` ends with the last piece that was asked for."""
     scene = Scene()
     scene.store.may_end.clear()
@@ -315,8 +315,8 @@ async def test_synchronous_saving_waits_for_everything_asked_for():
     await life
 
 
-async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
-    """What it drops some of is stored by then; what builds on the rest is not."""
+async def test_a_discard_comes_between_the_saves_around_it():
+    """Its tokens are stored by then; blocks behind the rest are not."""
     scene = Scene()
     scene.store.may_end.clear()
     first, first_life = scene.open(0)
@@ -335,8 +335,8 @@ async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
     assert scene.store.saves == [(0, 12), "discard", (8, 10)]
 
 
-async def test_a_load_waits_for_a_discard_that_nothing_follows():
-    """Else it would be granted what is about to be dropped."""
+async def test_a_load_waits_for_the_last_discard():
+    """Otherwise it would be granted tokens that are about to be dropped."""
     scene = Scene()
     stream, life = scene.open(0)
     link = scene.saves.open_discard(KEY)
@@ -354,7 +354,7 @@ async def test_a_load_waits_for_a_discard_that_nothing_follows():
     await scene.saves.wait_until_idle()
 
 
-async def test_a_streams_tokens_come_after_its_lineage():
+async def test_each_piece_has_the_streams_lineage():
     """It is handed on with each piece."""
     scene = Scene()
     lineage = WHOLE.after(tokens(12), [(0, 4)])

@@ -1,4 +1,4 @@
-"""The session store against a peer that fails or answers nonsense: a miss, and settled."""
+"""The session store with a peer that fails or answers nonsense: a miss, and released."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest, NoSessionStore
 from shared.types.errors import LoadFailedError
 from shared.types.load_choice import IDLE, Traffic
-from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, saved_scene
+from tests.inference_svc.runtime.store.failing_peer import KEY, PROMPT, Scene, save_scene
 
 
-async def test_what_was_saved_is_loaded_but_for_the_last_token(model, copy_threads):
+async def test_saved_tokens_are_loaded_except_the_last(model, copy_threads):
     """In several grants, each completed; the logits after loading are those of computing."""
-    scene = await saved_scene(model, copy_threads)
+    scene = await save_scene(model, copy_threads)
     begun, kv, error = await scene.load()
     assert error is None
     assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
@@ -27,9 +27,9 @@ async def test_what_was_saved_is_loaded_but_for_the_last_token(model, copy_threa
     "fail_at",
     ["prepare_load", "prepare_load nonsense", "second prepare_load", "slot"],
 )
-async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_threads, fail_at):
-    """No lease stays open, and the next one may succeed."""
-    scene = await saved_scene(model, copy_threads)
+async def test_an_early_failure_is_a_miss_and_leaves_no_rows(model, copy_threads, fail_at):
+    """No lease stays open, and the next load may succeed."""
+    scene = await save_scene(model, copy_threads)
     scene.peer.fail_at = fail_at
     begun, kv, _ = await scene.load()
     assert (begun.end_token, kv.num_tokens, begun.tier_tokens) == (0, 0, {})
@@ -40,18 +40,18 @@ async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_
     assert (await scene.load())[0].end_token == 39
 
 
-async def test_a_history_that_is_stored_in_part_is_loaded_in_part(model, copy_threads):
-    """And it is said that there was not more."""
-    scene = await saved_scene(model, copy_threads)
+async def test_a_partly_stored_history_is_loaded_in_part(model, copy_threads):
+    """And the result says that there was no more."""
+    scene = await save_scene(model, copy_threads)
     scene.peer.stored = scene.peer.stored[: 4 * 16]
     begun, kv, error = await scene.load()
     assert (begun.end_token, begun.reason) == (16, "partial")
     assert (kv.num_tokens, error) == (16, None)
 
 
-async def test_a_load_that_cannot_go_on_leaves_nothing_behind(model, copy_threads):
-    """What its first grants had brought is not there."""
-    scene = await saved_scene(model, copy_threads, fail_at="second prepare_load")
+async def test_a_load_that_cannot_continue_leaves_nothing(model, copy_threads):
+    """Its first grants' rows are dropped."""
+    scene = await save_scene(model, copy_threads, fail_at="second prepare_load")
     kv = scene.pool.new_kv(64)
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
     begun = await scene.store.loads.begin(request)
@@ -60,9 +60,9 @@ async def test_a_load_that_cannot_go_on_leaves_nothing_behind(model, copy_thread
 
 
 @pytest.mark.parametrize("fail_at", ["complete_load", "complete_load nonsense"])
-async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads, fail_at):
-    """Its rows may have changed while they were copied: nothing computed over them is believed."""
-    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+async def test_an_unconfirmed_lease_fails_the_gate(model, copy_threads, fail_at):
+    """Its rows may have changed while they were copied: results over them are void."""
+    scene = await save_scene(model, copy_threads, grant_tokens=64)
     scene.peer.fail_at = fail_at
     begun, _, error = await scene.load()
     assert begun.end_token == 39
@@ -72,9 +72,9 @@ async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads,
     assert not scene.peer.open_leases
 
 
-async def test_a_load_that_nobody_waits_for_gives_its_lease_back(model, copy_threads):
-    """Nothing of it is copied."""
-    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+async def test_an_abandoned_load_releases_its_lease(model, copy_threads):
+    """None of it is copied."""
+    scene = await save_scene(model, copy_threads, grant_tokens=64)
     kv = scene.pool.new_kv(64)
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), kv, LoadPolicy.ALWAYS)
     begun = await scene.store.loads.begin(request)
@@ -84,9 +84,9 @@ async def test_a_load_that_nobody_waits_for_gives_its_lease_back(model, copy_thr
 
 
 @pytest.mark.parametrize("pending", ["arrives", "fails"])
-async def test_a_load_under_way(model, copy_threads, pending):
-    """Layer by layer as they arrive; grants before the last are asked for again if they fail."""
-    scene = await saved_scene(model, copy_threads, pending=pending)
+async def test_a_pending_load_progresses_layer_by_layer(model, copy_threads, pending):
+    """Earlier grants are requested again if they fail."""
+    scene = await save_scene(model, copy_threads, pending=pending)
     begun, kv, error = await scene.load()
     assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
     assert error is None
@@ -98,8 +98,8 @@ async def test_a_load_under_way(model, copy_threads, pending):
 
 @pytest.mark.parametrize("pending", ["fails", "never"])
 async def test_a_load_that_breaks_off_fails_the_gate(model, copy_threads, pending):
-    """Nobody waits longer than the deadline; the engine then computes."""
-    saved = await saved_scene(model, copy_threads, grant_tokens=64, pending=pending)
+    """A forward waits no longer than the deadline; the engine then computes."""
+    saved = await save_scene(model, copy_threads, grant_tokens=64, pending=pending)
     scene = Scene(model, copy_threads, deadline_s=0.2, peer=saved.peer)
     _, _, error = await scene.load()
     assert isinstance(error, LoadFailedError)
@@ -107,8 +107,8 @@ async def test_a_load_that_breaks_off_fails_the_gate(model, copy_threads, pendin
 
 
 async def half_on_slow_ssd(model, threads):
-    """A scene whose history is in DRAM as far as its first block; a token from SSD takes 10 s."""
-    scene = await saved_scene(model, threads)
+    """Make a scene whose first block is in DRAM; a token from SSD takes 10 s."""
+    scene = await save_scene(model, threads)
     scene.peer.dram_tokens = 16
     for num_tokens in (16, 64, 256, 1024):
         for _ in range(3):
@@ -119,9 +119,7 @@ async def half_on_slow_ssd(model, threads):
     return scene
 
 
-async def test_what_is_read_slower_than_computed_is_waited_for_if_many_would_wait(
-    model, copy_threads
-):
+async def test_a_slow_read_is_waited_for_if_many_turns_would_wait(model, copy_threads):
     """Ten thousand times as long is not too long for a hundred thousand turns behind."""
     scene = await half_on_slow_ssd(model, copy_threads)
     many = Traffic(num_waiting=100_000, num_places=10**9)
@@ -131,8 +129,8 @@ async def test_what_is_read_slower_than_computed_is_waited_for_if_many_would_wai
     assert scene.counters.snapshot()["loads_refused"] == 0
 
 
-async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_threads):
-    """DRAM's part is loaded, SSD's is recomputed; with `always` it is loaded all the same."""
+async def test_a_read_slower_than_computing_is_not_waited_for(model, copy_threads):
+    """DRAM's part is loaded, SSD's is recomputed; with `always` both are loaded."""
     scene = await half_on_slow_ssd(model, copy_threads)
     begun, kv, _ = await scene.load(LoadPolicy.AUTO)
     assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
@@ -145,9 +143,9 @@ async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_t
     scene.check_logits(kv)
 
 
-async def test_what_is_not_worth_reading_from_ssd_may_be_in_dram(model, copy_threads):
-    """It is asked for, and kvd says where it is: reading little takes nearly as long as much."""
-    scene = await saved_scene(model, copy_threads, grant_tokens=20)
+async def test_a_part_not_worth_reading_from_ssd_may_be_in_dram(model, copy_threads):
+    """kvd is asked for its tier: reading little takes nearly as long as much."""
+    scene = await save_scene(model, copy_threads, grant_tokens=20)
     for num_tokens in (16, 64, 256, 1024):
         for _ in range(3):
             scene.rates.loads.note("ssd", num_tokens, 30e-3 + 1e-9 * num_tokens)
@@ -163,9 +161,9 @@ async def test_what_is_not_worth_reading_from_ssd_may_be_in_dram(model, copy_thr
 
 
 @pytest.mark.parametrize("part", ["kv", "tail"])
-async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
-    """A turn that is cancelled gives its rows back; they are lent again once the copy has ended."""
-    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+async def test_a_load_holds_the_rows_that_it_fills(model, copy_threads, part):
+    """A cancelled turn frees its rows; they are lent again once the copy has ended."""
+    scene = await save_scene(model, copy_threads, grant_tokens=64)
     lent = {"kv": scene.pool.new_kv(64)}
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), lent["kv"], LoadPolicy.ALWAYS)
     begun = await scene.store.loads.begin(request)
@@ -186,14 +184,14 @@ async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
     assert scene.pool.num_free == before + 64
 
 
-async def test_load_policy_never_does_not_ask(model, copy_threads):
+async def test_load_policy_never_asks_for_nothing(model, copy_threads):
     """History is saved, and recomputed all the same."""
-    scene = await saved_scene(model, copy_threads)
+    scene = await save_scene(model, copy_threads)
     assert (await scene.load(LoadPolicy.NEVER))[0].reason == "load_policy_never"
 
 
-async def test_where_nothing_is_stored_nothing_is_found(model, copy_threads):
-    """It says why; to load or to save there is a mistake."""
+async def test_without_a_store_nothing_is_found(model, copy_threads):
+    """With that reason; to load or to save is a bug."""
     scene, store = Scene(model, copy_threads), NoSessionStore()
     kv, buffer = scene.computed()
     token_ids = as_token_bytes(PROMPT)

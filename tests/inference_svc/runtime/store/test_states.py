@@ -1,4 +1,4 @@
-"""States between working memory and a peer in kvd's place: what is stored, what a load needs."""
+"""States between working memory and a peer in kvd's place: what is stored and loaded."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def hybrid(tmp_path_factory):
 
 @pytest.mark.parametrize("pending", ["", "arrives"])
 @pytest.mark.parametrize("pauses", [False, True])
-async def test_a_load_brings_the_state_behind_its_tokens(hybrid, copy_threads, pending, pauses):
-    """What follows it is what follows the computed tokens, state and all."""
+async def test_a_load_has_the_state_behind_its_tokens(hybrid, copy_threads, pending, pauses):
+    """New tokens have the same logits behind loaded and computed ones."""
     scene = Scene(hybrid, copy_threads, pending=pending, grant_tokens=20)
     assert await scene.save(marks=(20,)) == ""
     scene.peer.stored = scene.peer.stored[: 20 * 4]
@@ -37,8 +37,8 @@ async def test_a_load_brings_the_state_behind_its_tokens(hybrid, copy_threads, p
 
 
 @pytest.mark.parametrize("marks", [(), (20,)])
-async def test_tokens_without_the_state_behind_them_are_no_load(hybrid, copy_threads, marks):
-    """They are given back, and the turn is computed."""
+async def test_tokens_without_their_state_are_a_miss(hybrid, copy_threads, marks):
+    """They are released, and the turn is computed."""
     scene = Scene(hybrid, copy_threads, grant_tokens=20)
     assert await scene.save(marks) == ""
     begun, kv, error = await scene.load()
@@ -48,8 +48,8 @@ async def test_tokens_without_the_state_behind_them_are_no_load(hybrid, copy_thr
     scene.check_logits(kv)
 
 
-async def test_a_state_of_another_position_is_not_used(hybrid, copy_threads):
-    """The state says itself what it is behind; the load fails late, and the turn is computed."""
+async def test_a_state_of_another_position_is_refused(hybrid, copy_threads):
+    """The state has its position; the load fails late, and the turn is computed."""
     scene = Scene(hybrid, copy_threads, grant_tokens=20)
     assert await scene.save(marks=(16, 20)) == ""
     scene.peer.stored = scene.peer.stored[: 20 * 4]
@@ -60,7 +60,7 @@ async def test_a_state_of_another_position_is_not_used(hybrid, copy_threads):
     assert not scene.peer.open_leases
 
 
-async def test_a_state_leaves_nothing_of_others_behind_it(hybrid, copy_threads):
+async def test_a_states_last_slot_is_padded_with_zeros(hybrid, copy_threads):
     """Its last slot has zeros where it ends."""
     scene = Scene(hybrid, copy_threads, grant_tokens=20)
     slots = torch.frombuffer(scene.peer.arena.memory, dtype=torch.uint8)
@@ -73,10 +73,8 @@ async def test_a_state_leaves_nothing_of_others_behind_it(hybrid, copy_threads):
     assert not slot[end:].any()
 
 
-async def test_a_state_that_is_given_up_meanwhile_is_stored_all_the_same(
-    hybrid, copy_threads, monkeypatch
-):
-    """The turn goes on while kvd is asked; what was offered to it is there until it is copied."""
+async def test_a_state_dropped_meanwhile_is_stored_all_the_same(hybrid, copy_threads, monkeypatch):
+    """The turn continues while kvd is asked; an offered state stays until it is copied."""
     scene = Scene(hybrid, copy_threads, grant_tokens=40)
     _, buffer = scene.computed(marks=(20,))
     prepare = scene.peer.prepare_store
@@ -96,7 +94,7 @@ async def test_a_state_that_is_given_up_meanwhile_is_stored_all_the_same(
 
 
 def test_few_states_wait_to_be_stored(hybrid, copy_threads):
-    """The first and the newest ones; a state that is noted stays what it was."""
+    """The first and the newest ones; a noted state does not change."""
     scene = Scene(hybrid, copy_threads)
     kv, buffer = scene.computed(marks=(4, 8, 12, 16, 20, 24))
     assert list(buffer.states) == [4, 16, 20, 24]

@@ -1,4 +1,4 @@
-"""Tokens compacted in place are those that a load would have embedded at their new positions."""
+"""Tokens compacted in place equal those that a load would embed at their new positions."""
 
 import dataclasses
 
@@ -48,20 +48,20 @@ MODELS = [
 ]
 
 
-def computed(model):
-    """The KV of a sequence after RoPE, and a buffer of those before it."""
+def compute_kv(model):
+    """Compute a sequence's KV after RoPE, and a buffer with the rows before it."""
     kv, buffer = model.new_kv(NUM_TOKENS + 30), model.new_buffer(NUM_TOKENS)
     model.runner.step([Chunk(kv, TOKENS, False, buffer)])
     return kv, buffer
 
 
 def kept_rows(rows, ranges):
-    """What is left of [tokens, heads, dim]."""
+    """Return the remaining rows of [tokens, heads, dim]."""
     return torch.cat([rows[start:end] for start, end in kept_runs(ranges, NUM_TOKENS)])
 
 
-def loaded(model, buffer, ranges):
-    """Per layer what a load would make of the rows that are left, component by component."""
+def rows_of_load(model, buffer, ranges):
+    """Return for each layer the rows that a load would make of the remaining ones."""
     return [
         [
             recipe.embed(kept_rows(rows[layer_index], ranges), 0)
@@ -72,16 +72,16 @@ def loaded(model, buffer, ranges):
 
 
 def in_kv(kv, layer_index):
-    """The sequence KV's rows in use, component by component, [tokens, heads, dim]."""
+    """Return the sequence KV's used rows, component by component, [tokens, heads, dim]."""
     return [rows[layer_index][0, :, : kv.num_tokens].transpose(0, 1) for rows in kv.components]
 
 
 @pytest.mark.parametrize(("name", "what"), sampled_cases(MODELS, list(RANGES), count=20, seed=1))
-def test_compacted_rows_are_those_a_load_would_bring(tiny, name, what):
-    """To the last but one bit: what was embedded is taken back first."""
+def test_compacted_rows_equal_those_of_a_load(tiny, name, what):
+    """Up to the last bit: keys are unrotated first."""
     model, ranges = tiny(name), RANGES[what]
-    kv, buffer = computed(model)
-    expected = loaded(model, buffer, ranges)
+    kv, buffer = compute_kv(model)
+    expected = rows_of_load(model, buffer, ranges)
     compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
     assert kv.num_tokens == NUM_TOKENS - num_in(ranges)
     for layer_index, components in enumerate(expected):
@@ -90,13 +90,13 @@ def test_compacted_rows_are_those_a_load_would_bring(tiny, name, what):
 
 
 @pytest.mark.parametrize("piece_rows", [1, 7, 16, 1000])
-def test_it_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
-    """A piece never reads what an earlier one has overwritten."""
+def test_the_result_does_not_depend_on_the_pieces(tiny, monkeypatch, piece_rows):
+    """A piece never reads rows that an earlier one has overwritten."""
     model = tiny("llama")
     heads, dim = model.calibration.layers[0].shape.key
     for ranges in RANGES.values():
-        kv, buffer = computed(model)
-        expected = loaded(model, buffer, ranges)
+        kv, buffer = compute_kv(model)
+        expected = rows_of_load(model, buffer, ranges)
         monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_rows * heads * dim)
         compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
         for layer_index, (keys, values) in enumerate(expected):
@@ -106,9 +106,9 @@ def test_it_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
 
 
 def test_rows_in_bfloat16_are_rounded_once(tiny):
-    """Not to pre-RoPE keys in between: as near to the exact key as the type allows."""
+    """Not to pre-RoPE keys in between: as near to the exact key as the dtype allows."""
     model = tiny("llama", torch.bfloat16)
-    kv, _ = computed(model)
+    kv, _ = compute_kv(model)
     ranges = RANGES["some here and there"]
     rotary = model.calibration.layers[0].key.rotary
     before = in_kv(kv, 0)[0].float()
@@ -121,13 +121,13 @@ def test_rows_in_bfloat16_are_rounded_once(tiny):
     torch.testing.assert_close(in_kv(kv, 0)[0], wide.bfloat16(), rtol=0.008, atol=1e-6)
 
 
-def test_the_answer_goes_on_from_compacted_rows_as_from_loaded_ones(tiny):
+def test_answers_continue_equally_behind_compacted_and_loaded_rows(tiny):
     """What attends to them attends to the same."""
     model = tiny("llama")
     ranges = RANGES["behind the first four"]
-    kv, buffer = computed(model)
+    kv, buffer = compute_kv(model)
     other = model.new_kv(NUM_TOKENS)
-    for layer_index, (keys, values) in enumerate(loaded(model, buffer, ranges)):
+    for layer_index, (keys, values) in enumerate(rows_of_load(model, buffer, ranges)):
         other.keys[layer_index][0, :, : len(keys)] = keys.transpose(0, 1)
         other.values[layer_index][0, :, : len(values)] = values.transpose(0, 1)
     other.num_tokens = NUM_TOKENS - num_in(ranges)
@@ -136,11 +136,11 @@ def test_the_answer_goes_on_from_compacted_rows_as_from_loaded_ones(tiny):
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_coupled_rows_stay_where_they_are(tiny):
-    """Only those before the first dropped one are of any use."""
+def test_coupled_rows_do_not_move(tiny):
+    """Only those before the first dropped one are valid."""
     model = tiny("llama")
     coupled = dataclasses.replace(model.calibration, positions="coupled")
-    kv, _ = computed(model)
+    kv, _ = compute_kv(model)
     before = in_kv(kv, 0)[0].clone()
     kept = kept_runs(((50, 60),), NUM_TOKENS)
     assert num_left(kept, coupled) == 50
@@ -151,19 +151,19 @@ def test_coupled_rows_stay_where_they_are(tiny):
     assert kv.num_tokens == 0
 
 
-def test_naive_rows_move_as_they_are(tiny):
+def test_naive_rows_move_unchanged(tiny):
     """With the embedding of their old positions."""
     model = tiny("llama")
     naive = dataclasses.replace(model.calibration, positions="naive")
-    kv, _ = computed(model)
+    kv, _ = compute_kv(model)
     before = in_kv(kv, 1)[0].clone()
     ranges = RANGES["some here and there"]
     compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), naive)
     assert torch.equal(in_kv(kv, 1)[0], kept_rows(before, ranges))
 
 
-async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
-    """A norm behind RoPE cannot be taken back: no row is left, and the KV is as it was."""
+async def test_rows_that_cannot_be_re_embedded_are_dropped(tiny):
+    """A norm behind RoPE cannot be inverted: no row is kept, and the KV does not change."""
     model = tiny("llama")
     first, *others = model.calibration.layers
     normed = dataclasses.replace(first.key, post=PostRotary(torch.nn.LayerNorm(8)))
@@ -172,7 +172,7 @@ async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
     assert can_compact(model.calibration)
     assert not can_compact(calibration)
     assert can_compact(dataclasses.replace(calibration, positions="coupled")), "nothing moves"
-    kv, _ = computed(model)
+    kv, _ = compute_kv(model)
     thread = WorkerThread("compact")
     try:
         assert await Compactor(calibration, thread).compact(kv, [(0, 5)]) == 0
@@ -183,8 +183,8 @@ async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
 
 
 @pytest.mark.parametrize("max_tokens", [3, 100])
-def test_tokens_that_are_where_they_belong_are_not_touched(max_tokens):
-    """To move them there would cost time, and keys their last bit."""
+def test_tokens_in_their_places_are_not_touched(max_tokens):
+    """Moving them would cost time, and keys their last bit."""
     kept = [(0, 10), (12, 15)]
     (piece,) = _pieces(kept, max_tokens, torch.device("cpu"))
     assert piece[:4] == (12, 3, 10, 3)
@@ -206,8 +206,8 @@ def test_tokens_that_are_where_they_belong_are_not_touched(max_tokens):
         ),
     ],
 )
-def test_runs_move_together_if_they_fit_with_what_is_between_them(kept, max_tokens, expected):
-    """Not across many tokens that are dropped: these would be moved along."""
+def test_runs_move_together_if_they_fit_with_the_gaps(kept, max_tokens, expected):
+    """Not across many dropped tokens: these would be moved as well."""
     pieces = list(_pieces(kept, max_tokens, torch.device("cpu")))
     assert [piece[:4] for piece in pieces] == expected
     for piece in pieces:
@@ -218,11 +218,11 @@ def test_runs_move_together_if_they_fit_with_what_is_between_them(kept, max_toke
 
 @pytest.mark.parametrize(("piece_items", "max_tokens"), [(1, 1), (7 * 16 + 3, 7)])
 def test_a_piece_has_as_many_elements_as_fit_a_cache(tiny, monkeypatch, piece_items, max_tokens):
-    """A token at least."""
+    """At least one token."""
     model = tiny("llama")
     assert model.calibration.layers[0].shape.key == (2, 8)
     monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_items)
-    kv, _ = computed(model)
+    kv, _ = compute_kv(model)
     moved = Compaction(kv, [(7, NUM_TOKENS)], model.calibration)
     moved.run()
     assert set(moved._pieces) == {(max_tokens, 0)}

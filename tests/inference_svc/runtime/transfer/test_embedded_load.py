@@ -1,4 +1,4 @@
-"""Loads whose keys a kernel embeds on the way: the bits of those that torch embeds in place."""
+"""Loads with a kernel that embeds keys have the bits of loads that torch embeds in place."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.transfer import layer_load
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
-from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefill, tokens
 from tests.sampled import sampled_cases
 
 HISTORY, PAGE_TOKENS = 90, 8
@@ -18,7 +18,7 @@ PAGES = [7, 3, 4, 5, 0, 11, 1, 2, 9, 8, 6, 12, 10]
 
 
 class Counted:
-    """The kernel; counts tokens by heads and elements."""
+    """The kernel, counting tokens by heads and elements."""
 
     def __init__(self):
         self.num_tokens = {}
@@ -31,7 +31,7 @@ class Counted:
 
 
 def paged_kv(model):
-    """Empty KV on pages in a bad order, of which some lie side by side; full of rubbish."""
+    """Make empty KV on unordered pages, some of them adjacent; filled with garbage."""
     shapes = [layer.shape for layer in model.calibration.layers]
     slots = PagedSlots(len(PAGES), PAGE_TOKENS)
     cpu = torch.device("cpu")
@@ -41,7 +41,7 @@ def paged_kv(model):
 
 
 def contents(kv, num_tokens):
-    """All layers' tokens of every component."""
+    """Return all layers' tokens of every component."""
     return [
         component.read(layer_index, 0, num_tokens)
         for component in kv.components
@@ -59,26 +59,33 @@ def contents(kv, num_tokens):
         seed=1,
     ),
 )
-def test_bits_are_those_of_torch(tiny, make_arena, rows, monkeypatch, name, on_pages, piece_items):
-    """On pages and side by side, in pieces of any size; what a norm follows is left to torch."""
+def test_bits_equal_those_of_torch(
+    tiny, make_arena, rows, monkeypatch, name, on_pages, piece_items
+):
+    """On pages and contiguous, in pieces of any size; keys behind a norm are left to torch."""
     monkeypatch.setattr(layer_load, "PIECE_ITEMS", piece_items)
     check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
 @pytest.mark.parametrize("on_pages", [True, False])
-def test_latents_and_index_keys_too(tiny, make_arena, rows, name, on_pages):
-    """Whose rotated part lies beside another component, or in a third one."""
+def test_latents_and_index_keys(tiny, make_arena, rows, name, on_pages):
+    """Their rotated part lies beside another component, or in a third one."""
     check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
 
 
 def check_bits(model, make_arena, rows, *, on_pages):
-    """Load a history both ways, after a discard in it; compare all that was written."""
+    """Load a history both ways, after a discard; compare all written rows."""
     calibration = model.calibration
     _, arena_kv = make_arena(calibration.layout, 8)
     blocks = blocks_of(rows, [5, 6, 7, 0, 4, 2], HISTORY, 16)
-    store_blocks(prefilled(model, tokens(31, HISTORY))[1], arena_kv, blocks, calibration)
-    gap = [rows(5, 0, 16), rows(6, 16, 4, start=3), rows(6, 20, 2, start=9), *shifted(rows, blocks)]
+    store_blocks(prefill(model, tokens(31, HISTORY))[1], arena_kv, blocks, calibration)
+    gap = [
+        rows(5, 0, 16),
+        rows(6, 16, 4, start=3),
+        rows(6, 20, 2, start=9),
+        *shift_blocks(rows, blocks),
+    ]
     kernel = Counted()
     for spans in (blocks, gap):
         end = sum(span.num_tokens for span in spans)
@@ -101,6 +108,6 @@ def check_bits(model, make_arena, rows, *, on_pages):
     assert kernel.num_tokens == {shape: embedded.count(shape) * both for shape in embedded}
 
 
-def shifted(rows, blocks):
-    """The blocks from the third on, ten tokens earlier."""
+def shift_blocks(rows, blocks):
+    """Shift the blocks from the third on by ten tokens."""
     return [rows(b.slot_id, b.token_offset - 10, b.num_tokens) for b in blocks[2:]]

@@ -1,4 +1,4 @@
-"""Store and load: what comes back is what was there, at its old positions or at new ones."""
+"""Store and load: the same rows come back, at their old positions or at new ones."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ ARCHITECTURES = (
 ABSOLUTE_TABLES = ("gptj", "falcon")  # their stock models cannot run at positions before 0
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 HISTORY = 40
-SOON = 60.0  # seconds that nothing here takes unless it is broken
+SOON = 60.0  # seconds that only a broken test takes
 
 
 def tokens(seed, length):
@@ -52,8 +52,8 @@ def tokens(seed, length):
     return torch.randint(3, 97, (length,), generator=generator).tolist()
 
 
-def prefilled(model, token_ids, capacity=128):
-    """Compute a history; returns its KV and its write buffer."""
+def prefill(model, token_ids, capacity=128):
+    """Compute a history; return its KV and its write buffer."""
     kv, buffer = model.new_kv(capacity), model.new_buffer(capacity)
     model.runner.step([Chunk(kv, token_ids, want_logits=False, write_buffer=buffer)])
     return kv, buffer
@@ -78,7 +78,7 @@ def blocks_of(rows, slot_ids, num_tokens, block_tokens):
 
 
 def greedy(model, kv, token_ids, num_tokens):
-    """Feed token_ids, then decode; return the tokens and the logits they were chosen from."""
+    """Feed token_ids, then decode; return the tokens and their logits."""
     answer, logits = [], []
     fed = token_ids
     for _ in range(num_tokens):
@@ -90,13 +90,13 @@ def greedy(model, kv, token_ids, num_tokens):
 
 
 @pytest.mark.parametrize("name", sampled([*ARCHITECTURES, *ABSOLUTE_TABLES], 10, seed=1))
-def test_reload_continues_as_if_never_gone(tiny, make_arena, rows, name):
+def test_a_reloaded_sequence_continues_unchanged(tiny, make_arena, rows, name):
     """After store and load, new tokens have the stock model's logits and greedy answer."""
     model = tiny(name)
     history, new = tokens(11, HISTORY), tokens(12, 7)
     _, arena_kv = make_arena(model.calibration.layout)
     blocks = blocks_of(rows, [2, 0, 1], HISTORY, 16)
-    store_blocks(prefilled(model, history)[1], arena_kv, blocks, model.calibration)
+    store_blocks(prefill(model, history)[1], arena_kv, blocks, model.calibration)
 
     kv = model.new_kv(96)
     load(kv, arena_kv, blocks, model.calibration)
@@ -126,13 +126,13 @@ OF_EACH_KIND = [
     ("name", "dtype"),
     sampled_cases(OF_EACH_KIND, [torch.float32, torch.bfloat16], count=11, seed=1),
 )
-def test_loaded_rows_have_the_bits_the_model_made(tiny, make_arena, rows, name, dtype):
+def test_loaded_rows_have_the_models_bits(tiny, make_arena, rows, name, dtype):
     """Keys re-embedded by a load, and values, are bit by bit those of the forward."""
     model = tiny(name, dtype)
     history = tokens(22, 90)
     _, arena_kv = make_arena(model.calibration.layout, 8)
     blocks = blocks_of(rows, [5, 6, 7, 0, 4, 2], 90, 16)
-    computed, buffer = prefilled(model, history)
+    computed, buffer = prefill(model, history)
     store_blocks(buffer, arena_kv, blocks, model.calibration)
     kv = model.new_kv(100)
     load(kv, arena_kv, blocks, model.calibration)
@@ -142,7 +142,7 @@ def test_loaded_rows_have_the_bits_the_model_made(tiny, make_arena, rows, name, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "cohere"])
-def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, monkeypatch):
+def test_bits_do_not_depend_on_the_spans(tiny, make_arena, rows, name, monkeypatch):
     """Spans of any sizes, from anywhere in slots in any order, load the same bits as full blocks.
 
     Pieces are small here, so that spans end within, at and across them.
@@ -152,7 +152,7 @@ def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, mo
     block_tokens, end = 32, 120
     history = tokens(23, end)
     _, arena_kv = make_arena(calibration.layout, 16)
-    computed, buffer = prefilled(model, history)
+    computed, buffer = prefill(model, history)
     store_blocks(buffer, arena_kv, blocks_of(rows, [3, 9, 8, 1], end, block_tokens), calibration)
     slots = {0: 3, 32: 9, 64: 8, 96: 1}
     cuts = {
@@ -185,8 +185,8 @@ def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, mo
         [SlotRun([number], 0, 1) for number in range(100)],
     ],
 )
-def test_pieces_are_as_few_as_may_be_and_of_about_one_size(runs, max_tokens):
-    """A piece ends with a slot: it may have less than one more than it is to have."""
+def test_pieces_are_few_and_of_about_one_size(runs, max_tokens):
+    """A piece ends with a slot: it may have almost one slot more than intended."""
     num_tokens, slot = sum(run.num_tokens for run in runs), max(run.tokens_per_slot for run in runs)
     groups = list(_balanced(runs, num_tokens, max_tokens))
     sizes = [sum(part.num_tokens for part in group) for group in groups]
@@ -197,12 +197,12 @@ def test_pieces_are_as_few_as_may_be_and_of_about_one_size(runs, max_tokens):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "cohere", "smollm3"])
-def test_what_was_discarded_closes_up(tiny, make_arena, rows, name):
-    """Tokens given up anywhere move later ones to earlier positions, each key turned anew."""
+def test_discarded_tokens_leave_no_gap(tiny, make_arena, rows, name):
+    """Later tokens move to earlier positions, each key embedded anew."""
     model = tiny(name)
     calibration = model.calibration
     _, arena_kv = make_arena(calibration.layout)
-    _, buffer = prefilled(model, tokens(24, 48))
+    _, buffer = prefill(model, tokens(24, 48))
     store_blocks(buffer, arena_kv, blocks_of(rows, [2, 1], 48, 32), calibration)
     kept = [*range(3, 9), *range(20, 32), *range(32, 33), *range(40, 48)]
     spans = [rows(2, 0, 6, 3), rows(2, 6, 12, 20), rows(1, 18, 1, 0), rows(1, 19, 8, 8)]
@@ -221,7 +221,7 @@ def test_load_at_other_positions_equals_stock_run_there(tiny, make_arena, rows, 
     model = tiny(name)
     history, new, drop = tokens(13, HISTORY), tokens(14, 6), 17
     _, arena_kv = make_arena(model.calibration.layout)
-    _, buffer = prefilled(model, history)
+    _, buffer = prefill(model, history)
     store_blocks(buffer, arena_kv, [rows(1, 0, HISTORY)], model.calibration)
 
     kv = model.new_kv(96)
@@ -234,7 +234,7 @@ def test_load_at_other_positions_equals_stock_run_there(tiny, make_arena, rows, 
 
 @torch.no_grad()
 def stock_after_dropping(stock, history, drop, new):
-    """Run the history at positions from -drop on, cut the cache, and go on."""
+    """Run the history at positions from -drop on, cut the cache, and continue."""
     cache = DynamicCache()
     cache.layer_class_to_replicate = DynamicIndexedLayer
     positions = torch.arange(-drop, len(history) - drop)
@@ -251,22 +251,22 @@ def stock_after_dropping(stock, history, drop, new):
     return answer.logits[0, -1]
 
 
-def test_stale_positions_would_be_noticed(tiny):
+def test_stale_positions_would_be_detected(tiny):
     """The shifted load differs from history left at its old positions."""
     model = tiny("llama")
     history, new, drop = tokens(13, HISTORY), tokens(14, 6), 17
-    kv, _ = prefilled(model, history)
+    kv, _ = prefill(model, history)
     logits = model.runner.step([Chunk(kv, new, want_logits=True)])[0]
     expected = stock_after_dropping(model.stock, history, drop, new)
     assert (logits - expected).abs().max() > 1e-2
 
 
 def test_slots_hold_keys_before_rope_token_major(tiny, make_arena, rows):
-    """A token's first-layer bytes are the same wherever in the sequence it stood."""
+    """A token's first-layer bytes do not depend on its place in the sequence."""
     model = tiny("llama")
     layout = model.calibration.layout
     arena, arena_kv = make_arena(layout)
-    _, buffer = prefilled(model, [9] * 20)
+    _, buffer = prefill(model, [9] * 20)
     store_blocks(buffer, arena_kv, [rows(0, 3, 2), rows(1, 11, 2)], model.calibration)
     key_bytes = layout.layers[0].components[0].token_bytes * 2
     value_offset = layout.component_offset(0, 1)
@@ -284,7 +284,7 @@ def test_a_partial_block_grows(tiny, make_arena, rows, name):
     history, new = tokens(15, 30), tokens(16, 12)
     arena, arena_kv = make_arena(calibration.layout, 4)
     blocks = [rows(0, 0, 16), rows(3, 16, 14)]
-    store_blocks(prefilled(model, history)[1], arena_kv, blocks, calibration)
+    store_blocks(prefill(model, history)[1], arena_kv, blocks, calibration)
 
     kv, tail = model.new_kv(64), model.new_buffer(48, first_token=16)
     load(kv, arena_kv, blocks[:1], calibration)
@@ -306,11 +306,11 @@ def test_a_partial_block_grows(tiny, make_arena, rows, name):
 
 
 def test_the_tail_begins_within_the_last_span(tiny, make_arena, rows):
-    """Rows from the tail's first token on are kept raw; a tail at the end keeps none."""
+    """Rows from the tail's first token on are kept raw; an empty tail keeps none."""
     model = tiny("llama")
     calibration = model.calibration
     _, arena_kv = make_arena(calibration.layout)
-    history_kv, buffer = prefilled(model, tokens(25, 40))
+    history_kv, buffer = prefill(model, tokens(25, 40))
     blocks = [rows(0, 0, 32), rows(1, 32, 8)]
     store_blocks(buffer, arena_kv, blocks, calibration)
     spans = [rows(0, 0, 30, start=2), rows(1, 30, 6, start=2)]
@@ -335,16 +335,16 @@ def test_the_tail_begins_within_the_last_span(tiny, make_arena, rows):
     [(0, 1, 8, 0), (0, 0, 0, 0), (0, 0, 8, -1), (0, 0, 100_000, 0), (0, 0, 65, 0)],
     ids=["gap", "empty", "before the slot", "beyond the slot", "beyond the sequence's KV"],
 )
-def test_spans_that_make_no_sense_are_refused(tiny, rows, bad):
-    """Spans with a gap or outside slot or sequence KV are refused."""
+def test_invalid_spans_are_refused(tiny, rows, bad):
+    """Those with a gap, or outside slot or sequence KV."""
     model = tiny("llama")
     kv = model.new_kv(64)
     with pytest.raises(ValueError, match="cannot be loaded"):
         check_spans(kv, [rows(*bad)], model.calibration.layout)
 
 
-def test_a_span_ends_with_its_slot(tiny, rows):
-    """At the latest, wherever in it the span begins."""
+def test_a_span_ends_at_the_latest_with_its_slot(tiny, rows):
+    """Wherever it begins."""
     model = tiny("llama")
     layout = model.calibration.layout
     kv = model.new_kv(64)
@@ -357,7 +357,7 @@ def test_a_span_ends_with_its_slot(tiny, rows):
 def test_a_piece_has_as_many_elements_as_fit_a_cache(
     tiny, make_arena, rows, monkeypatch, piece_items, num_pieces
 ):
-    """A token at least; these ten lie here and there."""
+    """At least one token; these ten are scattered."""
     model = tiny("llama")
     assert model.calibration.layers[0].shape.key == (2, 8)
     monkeypatch.setattr("inference_svc.runtime.transfer.layer_load.PIECE_ITEMS", piece_items)
@@ -373,7 +373,7 @@ def test_a_piece_has_as_many_elements_as_fit_a_cache(
 
 
 def test_spans_continue_a_sequence_kv(tiny, rows):
-    """Spans begin where the sequence's KV ends, and the check says where they end."""
+    """Spans begin at the end of the sequence's KV, and the check returns their end."""
     model = tiny("llama")
     kv = model.new_kv(64)
     assert check_spans(kv, [], model.calibration.layout) == 0
@@ -385,8 +385,8 @@ def test_spans_continue_a_sequence_kv(tiny, rows):
 
 
 @pytest.mark.parametrize("block", [(0, 9, 8), (0, 36, 5), (0, 10, 0), (0, 10, 100_000)])
-def test_store_refuses_rows_that_are_not_there(tiny, make_arena, rows, block):
-    """A block before or beyond the buffer's tokens, empty or too long, writes nothing at all."""
+def test_store_refuses_missing_rows(tiny, make_arena, rows, block):
+    """A block outside the buffer's tokens, empty or too long, writes nothing at all."""
     model = tiny("llama")
     arena, arena_kv = make_arena(model.calibration.layout)
     kv, buffer = model.new_kv(64), model.new_buffer(54, first_token=10)
@@ -402,7 +402,7 @@ def test_blocks_in_any_order_of_any_size(tiny, make_arena, rows):
     """Blocks need not be in the order of tokens, nor cover all, nor be of one size."""
     model = tiny("qwen3")
     _, arena_kv = make_arena(model.calibration.layout, 8)
-    _, buffer = prefilled(model, tokens(26, 100))
+    _, buffer = prefill(model, tokens(26, 100))
     blocks = [
         rows(7, 64, 16),
         rows(2, 80, 20),
@@ -421,7 +421,7 @@ def test_blocks_in_any_order_of_any_size(tiny, make_arena, rows):
 
 
 def test_a_save_follows_a_forward(tiny, make_arena, rows):
-    """A save that starts before its forward reads each layer only after that was computed."""
+    """A save that starts before its forward reads each layer only after it was computed."""
     model = tiny("qwen3")
     calibration = model.calibration
     history, new = tokens(27, HISTORY), tokens(28, 5)
@@ -447,8 +447,8 @@ def test_a_save_follows_a_forward(tiny, make_arena, rows):
     torch.testing.assert_close(logits, model.stock_logits([*history, *new])[-1], **CLOSE)
 
 
-def test_a_save_of_a_forward_that_fails_fails_too(tiny, make_arena, rows):
-    """What a clock's failure raises comes out of the save, so that its lease is not completed."""
+def test_a_save_of_a_failed_forward_fails_too(tiny, make_arena, rows):
+    """It raises the clock's error, so that its lease is not completed."""
     model = tiny("llama")
     _, arena_kv = make_arena(model.calibration.layout)
     buffer, clock = model.new_buffer(16), StepClock(len(model.calibration.layers), CPU)
@@ -459,12 +459,12 @@ def test_a_save_of_a_forward_that_fails_fails_too(tiny, make_arena, rows):
 
 
 def test_a_forward_passes_layers_as_they_are_loaded(tiny, make_arena, rows):
-    """A step over a sequence's KV whose load is under way gives what a whole load gives."""
+    """A step over KV that is still being loaded equals one after the whole load."""
     model = tiny("gemma3")
     calibration = model.calibration
     history, new = tokens(18, HISTORY), tokens(19, 5)
     _, arena_kv = make_arena(calibration.layout)
-    _, buffer = prefilled(model, history)
+    _, buffer = prefill(model, history)
     blocks = blocks_of(rows, [1, 2, 0], HISTORY, 16)
     store_blocks(buffer, arena_kv, blocks, calibration)
 
@@ -481,17 +481,17 @@ def test_a_forward_passes_layers_as_they_are_loaded(tiny, make_arena, rows):
     torch.testing.assert_close(logits, model.stock_logits([*history, *new])[-1], **CLOSE)
 
 
-def test_loads_in_several_threads_do_not_meet(tiny, make_arena, rows):
-    """Loaders at the same time, one of them used in two threads, each work in their own scratch."""
+def test_simultaneous_loads_are_independent(tiny, make_arena, rows):
+    """Loaders in several threads, one of them used in two, each have their own scratch."""
     model = tiny("llama", torch.bfloat16)
     calibration = model.calibration
     _, arena_kv = make_arena(calibration.layout, 8)
-    _, buffer = prefilled(model, tokens(29, 100))
+    _, buffer = prefill(model, tokens(29, 100))
     blocks = blocks_of(rows, range(7), 100, 16)
     store_blocks(buffer, arena_kv, blocks, calibration)
 
     def num_wrong(drop, loader, kv):
-        """Load everything many times; count layers whose keys are not those of this load."""
+        """Load everything many times; count layers with keys of another load."""
         wrong = 0
         for _ in range(100):
             for layer_index, recipe in enumerate(calibration.layers):
@@ -520,10 +520,10 @@ def test_loads_in_several_threads_do_not_meet(tiny, make_arena, rows):
 
 
 def test_a_sequence_kv_moves_to_a_larger_one(tiny):
-    """After its rows moved, a sequence goes on in the new sequence KV as in the old one."""
+    """A sequence continues in the new sequence KV as in the old one."""
     model = tiny("gemma2")
     history, new = tokens(30, 20), tokens(31, 9)
-    small, _ = prefilled(model, history, capacity=22)
+    small, _ = prefill(model, history, capacity=22)
     large = model.new_kv(64)
     for layer_index in range(len(model.calibration.layers)):
         copy_layer(small, large, layer_index, 20)
@@ -533,7 +533,7 @@ def test_a_sequence_kv_moves_to_a_larger_one(tiny):
 
 
 def test_reset_forgets_an_untrusted_load(tiny, make_arena, rows):
-    """After reset the whole sequence is computed anew, whatever was loaded into it."""
+    """The whole sequence is recomputed, whatever was loaded."""
     model = tiny("llama")
     kv = model.new_kv(64)
     _, arena_kv = make_arena(model.calibration.layout)

@@ -1,4 +1,4 @@
-"""Store: every token gets to its slot, however the buffer's slots and the arena's lie."""
+"""Store: every token is copied to its slot, whatever the order of both memories."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ ARENA_SLOTS = ([2, 3, 4, 5, 6, 7], [5, 6, 7, 1, 2, 3], [4, 5, 2, 3, 0, 7], [7, 0
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("arena_slots", ARENA_SLOTS)
 @pytest.mark.parametrize("lie", BUFFER_SLOTS)
-def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots, order):
-    """Also where slots lie side by side for a while; nothing else of the arena changes."""
+def test_tokens_are_copied_to_their_slots(tiny, make_arena, rows, lie, arena_slots, order):
+    """Also where slots are partly adjacent; nothing else of the arena changes."""
     model, slots = tiny("llama"), BUFFER_SLOTS[lie]
     computed = model.new_buffer(NUM_TOKENS)
     token_ids = [3 + position % 90 for position in range(NUM_TOKENS)]
@@ -55,7 +55,7 @@ def test_tokens_get_to_their_slots(tiny, make_arena, rows, lie, arena_slots, ord
 
 
 class WatchedArenaKv(ArenaKv):
-    """Notes the slots of each copy of the first layer's keys."""
+    """Records the slots of each copy of the first layer's keys."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -80,8 +80,8 @@ class WatchedArenaKv(ArenaKv):
         ("all here and there", [5, 6, 7, 1, 2], [[5, 6, 7, 1, 2]]),
     ],
 )
-def test_what_lies_side_by_side_is_one_copy(tiny, make_arena, rows, lie, arena_slots, copies):
-    """In both places; but no more copies than one of every second block: one of all is faster."""
+def test_adjacent_slots_are_one_copy(tiny, make_arena, rows, lie, arena_slots, copies):
+    """In both memories; with many copies a single one of everything is faster."""
     model = tiny("llama")
     memory = model.new_buffer(NUM_TOKENS)
     buffer = WriteBuffer(memory.keys, memory.values, 0, BUFFER_SLOTS[lie], NUM_TOKENS)
@@ -92,7 +92,7 @@ def test_what_lies_side_by_side_is_one_copy(tiny, make_arena, rows, lie, arena_s
         rows(slot_id, first, BLOCK_TOKENS)
         for slot_id, first in zip(arena_slots, firsts, strict=False)
     ]
-    last = rows(0, len(blocks) * BLOCK_TOKENS, 1)  # of another size: by itself
+    last = rows(0, len(blocks) * BLOCK_TOKENS, 1)  # of another size: a copy of its own
 
     store_blocks(buffer, watched, [*blocks, last], model.calibration)
 

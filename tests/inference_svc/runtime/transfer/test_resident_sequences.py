@@ -1,4 +1,4 @@
-"""Resident sequences: what a session's next turn can build on, and what goes back to the pool."""
+"""Resident sequences: what a session's next turn can use, and what is freed."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def pool():
 
 
 def numbered_buffer(pool, first_token, end_token):
-    """A write buffer whose rows hold their own positions."""
+    """Make a write buffer whose rows contain their own positions."""
     buffer = pool.new_write_buffer(first_token, 50)
     places = buffer.places(first_token, end_token - first_token)
     numbers = torch.arange(first_token, end_token)[:, None, None]
@@ -44,7 +44,7 @@ def numbered_buffer(pool, first_token, end_token):
 
 
 def positions(buffer, first_token, end_token):
-    """What the rows hold, the same in all layers, keys and values."""
+    """Return the rows' contents, which are equal in all layers, keys and values."""
     found = set()
     places = buffer.places(first_token, end_token - first_token)
     for rows in (*buffer.keys.layers, *buffer.values.layers):
@@ -54,10 +54,8 @@ def positions(buffer, first_token, end_token):
 
 
 @pytest.mark.parametrize(("first_token", "end_token"), [(0, 10), (3, 13), (0, 8), (6, 7)])
-def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(
-    pool, ring, first_token, end_token
-):
-    """Growing that block stores its tokens again; the old buffer may be long gone by then."""
+def test_the_next_buffer_begins_with_the_partial_blocks_rows(pool, ring, first_token, end_token):
+    """When that block grows its tokens are stored again; the old buffer may be freed by then."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, first_token, end_token)
     residents.put(KEY, pool.new_kv(60), end_token, buffer)
@@ -73,16 +71,16 @@ def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(
 
 
 @pytest.mark.parametrize(("num_tokens", "first_token"), [(8, 8), (6, 8), (1, 4), (0, 0)])
-def test_of_a_block_that_is_stored_nothing_is_saved_again(pool, ring, num_tokens, first_token):
-    """The buffer begins behind it, though some of its tokens are computed anew."""
+def test_tokens_of_a_stored_block_are_not_saved_again(pool, ring, num_tokens, first_token):
+    """The buffer begins behind it, though some of its tokens are recomputed."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     assert residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14)) == 12
     buffer = residents.next_buffer(residents.get(KEY), num_tokens, ring)
     assert buffer.first_token == buffer.end_token == first_token
 
 
-def test_without_room_for_the_partial_block_it_stays_as_it_is(pool):
-    """It is stored already, as short as it is: the next one begins behind it."""
+def test_without_room_for_the_partial_block_it_stays_short(pool):
+    """It is stored already: the next one begins behind it."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14))
     following = residents.next_buffer(residents.get(KEY), 14, make_ring(1))
@@ -90,8 +88,8 @@ def test_without_room_for_the_partial_block_it_stays_as_it_is(pool):
 
 
 @pytest.mark.parametrize(("kept", "left"), [(14, 14), (12, 12), (11, 8), (9, 8), (3, 0)])
-def test_of_an_answer_cut_behind_what_is_stored_whole_blocks_stay(pool, kept, left):
-    """Tokens of a block that is stored with others behind them cannot be stored again."""
+def test_an_answer_cut_within_a_stored_block_keeps_whole_blocks(pool, kept, left):
+    """Tokens of a block that is stored with later ones cannot be stored again."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, 0, 14)
     buffer.forget_before(12)
@@ -101,13 +99,13 @@ def test_of_an_answer_cut_behind_what_is_stored_whole_blocks_stay(pool, kept, le
 
 
 def test_without_saving_there_is_no_tail(pool):
-    """All rows can be built on: the boundary is behind them."""
+    """All rows are usable: the boundary is behind them."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     assert residents.put(KEY, pool.new_kv(60), 14, None) == 14
     assert residents.get(KEY).tail is None
 
 
-def test_a_released_resident_gives_everything_back(pool):
+def test_a_released_resident_frees_everything(pool):
     """Sequence KV and tail."""
     residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, 0, 10)
@@ -119,14 +117,14 @@ def test_a_released_resident_gives_everything_back(pool):
 
 @pytest.fixture
 def compactor(tiny):
-    """Of a model, on a thread of their own."""
+    """Make the compactor of a model, with its own thread."""
     thread = WorkerThread("compact")
     yield Compactor(tiny("llama").calibration, thread)
     thread.close()
 
 
-async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, compactor):
-    """What a discard has touched never grows: the position-free rows of its end are not needed."""
+async def test_after_a_discard_the_next_buffer_begins_behind_the_rest(tiny, compactor):
+    """Blocks cut by a discard never grow: position-free rows of the end are not needed."""
     shapes = [layer.shape for layer in tiny("llama").calibration.layers]
     pool = KVPool(
         shapes,

@@ -1,4 +1,4 @@
-"""Loading what discards left: spans that begin inside slots, and hundreds of short ones."""
+"""Loading after discards: spans that begin inside slots, and hundreds of short ones."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ RANGES = {
 }
 
 
-def stored(model, make_arena, rows):
-    """Rows of a history before RoPE, and the same in slots."""
+def store_rows(model, make_arena, rows):
+    """Make rows of a history before RoPE, and the same in slots."""
     token_ids = [3 + index * 11 % 90 for index in range(NUM_TOKENS)]
     kv, buffer = model.new_kv(NUM_TOKENS), model.new_buffer(NUM_TOKENS)
     model.runner.step([Chunk(kv, token_ids, False, buffer)])
@@ -37,7 +37,7 @@ def stored(model, make_arena, rows):
 
 
 def spans_of(rows, ranges):
-    """What kvd has after a discard: the kept part of each block, at its new position."""
+    """Return kvd's spans after a discard: the kept part of each block, at its new position."""
     spans, offset = [], 0
     for start, end in kept_runs(ranges, NUM_TOKENS):
         for block in range(start // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS + 1):
@@ -50,10 +50,10 @@ def spans_of(rows, ranges):
 
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "smollm3", "deepseek-v3", "deepseek-v32"])
-def test_every_row_that_is_left_comes_to_its_place(tiny, make_arena, rows, name, ranges):
-    """Bit for bit what embedding the kept rows in one piece gives."""
+def test_every_remaining_row_is_loaded_to_its_place(tiny, make_arena, rows, name, ranges):
+    """Bit for bit as if the kept rows were embedded in one piece."""
     model = tiny(name)
-    buffer, arena_kv = stored(model, make_arena, rows)
+    buffer, arena_kv = store_rows(model, make_arena, rows)
     spans = spans_of(rows, ranges)
     kv = model.new_kv(NUM_TOKENS)
     assert check_spans(kv, spans, model.calibration.layout) == NUM_TOKENS - num_in(ranges)
@@ -69,7 +69,7 @@ def test_every_row_that_is_left_comes_to_its_place(tiny, make_arena, rows, name,
 
 
 def test_short_runs_are_gathered_together(rows):
-    """However many there are; runs of whole blocks, and one short run alone, stay as they were."""
+    """However many; runs of whole blocks, and a single short run, are copied as usual."""
     many = list(_runs(spans_of(rows, EVERY_THIRD)))
     assert [type(run) for run in many] == [ScatteredTokens]
     assert many[0].num_tokens == NUM_TOKENS - num_in(EVERY_THIRD)
@@ -82,7 +82,7 @@ def test_short_runs_are_gathered_together(rows):
 
 
 def test_rows_are_found_where_slots_are_no_whole_number_of_rows_apart(make_arena):
-    """A row of 60 bytes does not divide a slot."""
+    """A slot is no multiple of a row of 60 bytes."""
     components = (Component("k", (3, 5), "float32"), Component("v", (2, 8), "float32"))
     layout = KVLayout("5e" * 16, (Layer(components),), BLOCK_TOKENS)
     arena, arena_kv = make_arena(layout, num_slots=10)

@@ -1,4 +1,4 @@
-"""Windows: of layers that attend to the last tokens, these alone are stored, loaded and needed."""
+"""Windows: of layers with windows, only the last tokens are stored, loaded and needed."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ HISTORY = 40
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def prefilled(model, history):
-    """Compute a history; returns its write buffer."""
+def prefill_history(model, history):
+    """Compute a history; return its write buffer."""
     kv, buffer = model.new_kv(len(history)), model.new_buffer(len(history))
     model.runner.step([Chunk(kv, history, want_logits=False, write_buffer=buffer)])
     return buffer
@@ -39,8 +39,8 @@ def blocks_of(rows, block_tokens):
     ]
 
 
-def loaded_with(model, arena_kv, blocks, windows, pool, embed=None):
-    """Load blocks into KV whose slots are no numbers yet."""
+def load_blocks(model, arena_kv, blocks, windows, pool, embed=None):
+    """Load blocks into KV whose slots are NaN."""
     pages = range(pool.num_pages)[::-1] if isinstance(pool, PagePool) else ()
     kv = pool.new_kv(96, pages)
     for component in kv.components:
@@ -55,7 +55,7 @@ def loaded_with(model, arena_kv, blocks, windows, pool, embed=None):
 
 
 def holding_pool(model, page_tokens=None):
-    """A pool whose sequences hold the last tokens only, among them those that are loaded."""
+    """Make a pool whose sequences keep the last tokens only, with loaded ones."""
     layers, layout = model.calibration.layers, model.calibration.layout
     shapes = [layer.shape for layer in layers]
     held = HeldWindows.of(layout, shapes, step_tokens=20, scored_tokens=32)
@@ -73,8 +73,8 @@ def holding_pool(model, page_tokens=None):
 @pytest.mark.parametrize("positions", ["decoupled", "coupled"])
 @pytest.mark.parametrize("holds", ["all", "the last", "the last on pages", "… by a kernel"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, positions):
-    """With nothing but no-numbers before it, new tokens have the stock model's logits."""
+def test_rows_before_a_window_are_never_read(tiny, make_arena, rows, name, holds, positions):
+    """They are NaN, and new tokens have the stock model's logits."""
     model = tiny(name, positions=positions, has_windows=True)
     layout = model.calibration.layout
     assert 0 < layout.window < HISTORY
@@ -83,13 +83,15 @@ def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, 
     num_blocks = len(blocks)
     windows = windows_beside(blocks, layout, num_blocks)
     _, arena_kv = make_arena(layout, num_blocks * (1 + layout.window_slots))
-    store_blocks(prefilled(model, history), arena_kv, blocks, model.calibration, windows=windows)
+    store_blocks(
+        prefill_history(model, history), arena_kv, blocks, model.calibration, windows=windows
+    )
     assert check_windows(windows, HISTORY, layout) == windows[0].token_offset
 
     is_on_pages = holds not in ("all", "the last")
     pool = model.pool if holds == "all" else holding_pool(model, 8 if is_on_pages else None)
     embed = embed_on_device if holds == "… by a kernel" else None
-    kv = loaded_with(model, arena_kv, blocks, windows, pool, embed)
+    kv = load_blocks(model, arena_kv, blocks, windows, pool, embed)
     assert isinstance(kv, WindowedKv) == (holds == "the last")
     assert isinstance(kv, PagedKv) == is_on_pages
     logits = [model.runner.step([Chunk(kv, new[:20], want_logits=True)])[0]]
@@ -102,14 +104,14 @@ def test_what_a_window_lacks_is_never_read(tiny, make_arena, rows, name, holds, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_window_s_slots_have_its_rows_and_zeros(tiny, make_arena, rows, name):
-    """Whole slots are stored: nothing is left in them of what others had there."""
+    """Whole slots are stored: no old contents are left in them."""
     model = tiny(name, has_windows=True)
     layout = model.calibration.layout
     blocks = blocks_of(rows, layout.block_tokens)
     windows = windows_beside(blocks, layout, len(blocks))
     arena, arena_kv = make_arena(layout, len(blocks) * (1 + layout.window_slots))
     arena.memory[:] = b"\xee" * len(arena.memory)
-    buffer = prefilled(model, token_ids(3, HISTORY))
+    buffer = prefill_history(model, token_ids(3, HISTORY))
     store_blocks(buffer, arena_kv, [], model.calibration, windows=windows)
     for window in windows:
         for layers, slot_id in zip(layout.window_parts, window.slot_ids, strict=True):
@@ -128,7 +130,7 @@ def test_a_window_s_slots_have_its_rows_and_zeros(tiny, make_arena, rows, name):
         assert arena.slot(slot_id) == b"\xee" * arena.slot_bytes
 
 
-def test_windows_that_kvd_should_not_send_are_refused(tiny):
+def test_invalid_windows_are_refused(tiny):
     """Gaps, too few tokens or too many, rows beyond a slot, another number of parts."""
     layout = tiny("gemma3", has_windows=True).calibration.layout
     size, slots = layout.block_tokens, (0,) * layout.window_slots

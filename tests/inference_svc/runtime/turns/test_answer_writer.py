@@ -1,4 +1,4 @@
-"""What a turn's answer writer makes of its running: usage adds up whatever became of the load."""
+"""A turn's answer writer: usage is consistent whatever happened to its load."""
 
 import time
 from dataclasses import replace
@@ -43,7 +43,7 @@ PROMPT_OF_TURN = Prompt(Context(tuple(PROMPT[:6]), 6), (), PROMPT[6:], 0, False,
 
 @pytest.fixture
 async def running():
-    """A turn of 10 tokens, 6 of them history, that arrived at 1 s and ran at once."""
+    """Make a turn of 10 tokens, 6 of them history, that arrived at 1 s and ran at once."""
     turn = Turn(
         Submission(
             key=KEY,
@@ -70,7 +70,7 @@ async def running():
 
 
 def answer_with(running, token_id):
-    """A step samples a token."""
+    """Build an answer with a step per token."""
     running.append(token_id)
     return running.sink.on_token(Sampled(token_id, None, ()))
 
@@ -79,8 +79,8 @@ def reuse(usage):
     return usage.history_tokens, usage.reused_tokens, usage.recomputed_tokens, usage.new_tokens
 
 
-async def test_what_was_found_is_reused(running):
-    """Every prompt token is reused, recomputed or new; the tiers are those of the outcome."""
+async def test_found_tokens_are_reused(running):
+    """Every prompt token is reused, recomputed or new; the tiers are those of the load."""
     running.outcome.tokens, running.outcome.tier_tokens = 5, {"hbm": 4, "dram": 1}
     running.outcome.reason = "partial"
     running.sink.on_start(running)
@@ -95,8 +95,8 @@ async def test_what_was_found_is_reused(running):
     assert (started.history_tokens, started.reused_tokens, started.queue_s) == (6, 5, 1.0)
 
 
-async def test_a_load_that_fails_late_is_recomputed_in_the_usage(running):
-    """The client had heard of reuse; what it is charged says what happened."""
+async def test_a_late_failure_counts_as_recomputed(running):
+    """The client was told of reuse; the final usage has what happened."""
     running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
     running.sink.on_start(running)
     running.outcome.tokens, running.outcome.tier_tokens, running.outcome.reason = (
@@ -109,15 +109,18 @@ async def test_a_load_that_fails_late_is_recomputed_in_the_usage(running):
     assert usage.recompute_reason == "load_failed"
 
 
-async def test_more_than_the_sessions_own_history_may_be_found(running):
+async def test_more_than_the_sessions_history_may_be_found(running):
     """Another session has computed some of the new tokens: they count as history."""
     running.outcome.tokens, running.outcome.tier_tokens = 8, {"ssd": 8}
     running.sink.on_start(running)
     assert reuse(running.sink.usage(running)) == (8, 8, 0, 2)
 
 
-async def test_what_was_computed_ahead_is_not_reused(running):
-    """It was loaded like the rest, but for this turn alone: what was kept counts, with its tier."""
+async def test_tokens_computed_ahead_are_not_reused(running):
+    """They were loaded like the rest, but computed for this turn.
+
+    Kept ones count, with their tier.
+    """
     lineage = Lineage(b"x" * 16, 1)
     running.grafts = [Graft(2, 3, "other", 7, 1, lineage), Graft(7, 4, "other", 20, 1, lineage)]
     running.ahead_tokens, running.ahead_s = 4, 0.5
@@ -151,7 +154,7 @@ async def test_history_that_was_found_in_part_has_a_reason(running):
     assert running.sink.usage(running).recompute_reason == "partial"
 
 
-async def test_the_record_holds_input_answer_and_usage(running):
+async def test_the_record_has_input_answer_and_usage(running):
     """The last token of the answer was never fed."""
     running.outcome.tokens, running.outcome.tier_tokens = 6, {"dram": 6}
     running.sink.on_start(running)
@@ -164,8 +167,8 @@ async def test_the_record_holds_input_answer_and_usage(running):
     assert record.usage.reused_tokens == 6
 
 
-async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(running):
-    """The record has all of the input and answer; usage is of the prompt as the turn began."""
+async def test_a_discard_during_the_answer_does_not_change_the_turns_numbers(running):
+    """The record has all of the input and answer; usage is of the prompt as it began."""
     running.sink.on_start(running)
     answer_with(running, 70)
     running.discards.append(Discard(((0, 8),), after_tokens=5))
@@ -183,8 +186,8 @@ async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(running):
     assert record.discards[0].lineage is None, "the tokens tell"
 
 
-async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(running):
-    """KV was computed over tokens that the record does not have: it names what the engine has."""
+async def test_a_stop_string_across_a_cut_is_in_the_lineage(running):
+    """KV was computed with tokens that are not in the record: it names the engine's lineage."""
     sampling = SamplingParams(max_tokens=9, stop=("xyz",))
     answer = GrowingAnswer(sampling, frozenset())
     running.sink._answer, running.max_tokens = answer, 9
@@ -208,8 +211,8 @@ async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(runn
     assert context.lineage == running.lineage != WHOLE
 
 
-async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(running, tiny_model):
-    """The text before it is shown, spelled by tokens of its own, and is what the context has."""
+async def test_a_stop_string_within_a_token_keeps_the_rest_of_it(running, tiny_model):
+    """The text before it is shown, encoded anew, and is part of the context."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     token_id = max(range(len(tokenizer)), key=lambda one: len(tokenizer.decode([one]).strip()))
     text = tokenizer.decode([token_id])
@@ -232,8 +235,8 @@ async def test_a_stop_string_that_begins_inside_a_token_leaves_the_rest_of_it(ru
     assert writer.context_ids(running) == [*PROMPT, *spelled]
 
 
-async def test_what_the_prompt_has_begun_is_the_answers_first_text(running, tiny_model):
-    """Once, without a token of its own; a stop string is not looked for in it."""
+async def test_a_beginning_from_the_prompt_is_the_answers_first_text(running, tiny_model):
+    """Once, without a token of its own; stop strings are not searched in it."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     writer = running.sink = AnswerWriter(
         running.sink._turn,
@@ -257,8 +260,8 @@ async def test_what_the_prompt_has_begun_is_the_answers_first_text(running, tiny
 
 
 @pytest.mark.parametrize("logprobs", [0, 1])
-async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, logprobs):
-    """Else there is nothing to record."""
+async def test_log_probabilities_are_recorded_on_request(running, logprobs):
+    """Otherwise there are none."""
     submission = running.sink._turn.submission
     asked = replace(submission, sampling=replace(SAMPLING, logprobs=logprobs))
     running.sink._turn.submission = asked
@@ -270,7 +273,7 @@ async def test_log_probabilities_are_recorded_if_they_were_asked_for(running, lo
 
 
 async def test_a_full_window_ends_the_answer(running):
-    """What was sampled is shown; the reason is the length."""
+    """Sampled text is shown; the reason is the length."""
     running.sink.on_start(running)
     answer_with(running, 70)
     running.sink.on_window_full()
@@ -278,8 +281,8 @@ async def test_a_full_window_ends_the_answer(running):
     assert (record.output_ids, record.finish_reason) == ((70,), "length")
 
 
-async def test_a_record_says_what_the_whole_conversation_was(running):
-    """As the submission makes it of the answer's text and its session; "" where it cannot."""
+async def test_a_record_has_the_digest_of_the_whole_conversation(running):
+    """The submission makes it from the answer's text and its session; "" where it cannot."""
     record = running.sink.record(running, 3, PROMPT_OF_TURN)
     assert (record.said, record.history) == ("", "")
     turn = Turn(replace(running.sink._turn.submission, make_digests=ConversationDigests))
@@ -293,7 +296,7 @@ async def test_a_record_says_what_the_whole_conversation_was(running):
     assert (record.said, record.history) == (writer.text, running.key.session_id)
 
 
-async def test_a_full_window_shows_what_was_held_back(running):
+async def test_a_full_window_shows_withheld_text(running):
     """The beginning of a stop string that does not come is part of the answer."""
     running.sink._answer = GrowingAnswer(SamplingParams(max_tokens=9, stop=("xyz",)), frozenset())
     running.sink.on_start(running)
@@ -305,8 +308,8 @@ async def test_a_full_window_shows_what_was_held_back(running):
     assert [token.token_id for token in running.sink.tokens] == [71]
 
 
-async def test_a_token_that_a_stop_string_cuts_begins_no_text(running):
-    """What is left of it stands in the middle of an answer: it gets no begin token."""
+async def test_the_rest_of_a_cut_token_is_encoded_without_a_begin_token(running):
+    """It is in the middle of an answer."""
     tokenizer = framing_texts(make_tokenizer("byte_level"))
     sampling = SamplingParams(max_tokens=9, stop=("f",))
     answer = GrowingAnswer(sampling, frozenset())
@@ -318,8 +321,8 @@ async def test_a_token_that_a_stop_string_cuts_begins_no_text(running):
     assert tokenizer.decode(spelled) == " o"
 
 
-async def test_a_cut_before_tokens_that_no_stop_string_takes_leaves_no_mark(running):
-    """The record has all that the KV was computed over: its tokens tell the lineage."""
+async def test_a_cut_without_a_stop_string_leaves_the_lineage_plain(running):
+    """The record has all tokens of the KV: they determine the lineage."""
     running.lineage = WHOLE
     answer_with(running, 70)
     running.computed_tokens = len(PROMPT)
@@ -330,8 +333,8 @@ async def test_a_cut_before_tokens_that_no_stop_string_takes_leaves_no_mark(runn
 
 
 @pytest.mark.parametrize("num_sampled", [2, 5])
-async def test_the_times_of_a_turn_follow_each_other(running, num_sampled):
-    """In seconds, each from where the one before it ended; the total is up to now."""
+async def test_the_phases_of_a_turn_are_consecutive(running, num_sampled):
+    """In seconds, each from the end of the previous one; the total is up to now."""
     running.started_ns, running.first_token_ns = 3 * NS_PER_S, 7 * NS_PER_S
     running.finished_ns, running.num_sampled = 15 * NS_PER_S, num_sampled
     before_s = time.monotonic()
@@ -341,8 +344,8 @@ async def test_the_times_of_a_turn_follow_each_other(running, num_sampled):
     assert before_s - 1 <= usage.total_s <= time.monotonic() - 1
 
 
-async def test_what_has_not_come_yet_took_until_now(running):
-    """Or no time, if it would have come after something that has not."""
+async def test_an_unfinished_phase_takes_until_now(running):
+    """Or no time, if an earlier one is unfinished."""
     running.admitted_ns = 0
     before_s = time.monotonic()
     usage = running.sink.usage(running)
@@ -351,8 +354,8 @@ async def test_what_has_not_come_yet_took_until_now(running):
     assert (usage.prefill_s, usage.tpot_s) == (0.0, 0.0)
 
 
-async def test_times_between_tokens_are_those_between_two(running):
-    """The first one comes after none."""
+async def test_times_between_tokens_start_with_the_second(running):
+    """There is none before the first one."""
     before_s = time.monotonic()
     for token_id in (70, 71, 72):
         answer_with(running, token_id)
@@ -361,8 +364,8 @@ async def test_times_between_tokens_are_those_between_two(running):
     assert 0 < between.total <= time.monotonic() - before_s
 
 
-def pushed(tokenizer, prompt, names):
-    """The text of an answer that is made of these tokens."""
+def push_tokens(tokenizer, prompt, names):
+    """Return the text of an answer with these tokens."""
     detokenizer = Detokenizer(tokenizer, tokenizer.convert_tokens_to_ids(prompt))
     token_ids = tokenizer.convert_tokens_to_ids(names)
     assert tokenizer.unk_token_id not in token_ids
@@ -371,20 +374,20 @@ def pushed(tokenizer, prompt, names):
 
 @pytest.mark.parametrize("num_before", [1, 6, 9])
 @pytest.mark.parametrize("between", [[], ["</s>"], ["</s>"] * 7])
-def test_an_answer_continues_its_prompt(num_before, between):
-    """The blank before it stays, also behind what is hidden, which decoders drop before a text."""
-    pieces = pushed(make_tokenizer("metaspace"), ["lock"] * num_before, [*between, "\u2581of"])
+def test_a_leading_blank_is_kept(num_before, between):
+    """Decoders drop it before a text; also behind hidden tokens."""
+    pieces = push_tokens(make_tokenizer("metaspace"), ["lock"] * num_before, [*between, "\u2581of"])
     assert pieces == [*[""] * len(between), " of"]
 
 
-def test_blanks_before_punctuation_stay():
-    """The text is what was sampled, and not what somebody would have meant."""
+def test_blanks_before_punctuation_are_kept():
+    """The text is the generated one, without corrections."""
     tokenizer = make_tokenizer("word_piece")
     tokenizer.backend_tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    assert "".join(pushed(tokenizer, ["the"], ["a", ".", "b", "."])) == " a . b ."
+    assert "".join(push_tokens(tokenizer, ["the"], ["a", ".", "b", "."])) == " a . b ."
 
 
-def test_bytes_that_are_no_character_are_held_back_for_as_long_as_they_may_be_one():
-    """Then they are shown as what they are."""
-    pieces = pushed(make_tokenizer("byte_level"), ["a"], ["\u00e9"] * 20)
+def test_invalid_bytes_are_withheld_while_they_may_be_a_character():
+    """Then they are shown as replacement characters."""
+    pieces = push_tokens(make_tokenizer("byte_level"), ["a"], ["\u00e9"] * 20)
     assert [bool(piece) for piece in pieces].index(True) == MAX_HELD_TOKENS - 1

@@ -1,4 +1,4 @@
-"""Answers that the client has begun, and messages that say who says them."""
+"""Continued answers, and names in messages."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.runtime.turns.chat_template import DUMMY_ANSWER
-from tests.told_templates import EFFORTFUL, NAMED, STYLED
+from tests.argument_templates import EFFORTFUL, NAMED, STYLED
 from tests.tool_templates import FAMILIES, text_of
 
 QUESTION = {"role": "user", "content": "What is kept?"}
@@ -15,8 +15,8 @@ BEGUN = " The blocks \n"
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("history", [[], [5, 6]])
-def test_a_prompt_ends_with_what_the_answer_begins_with(name, history):
-    """As it was sent, where the template writes an answer that has no thought."""
+def test_a_prompt_ends_with_the_beginning_of_the_answer(name, history):
+    """Unchanged, where the template writes an answer without a thought."""
     text = text_of(FAMILIES[name])
     ids = text.encode_chat([QUESTION], history, beginning=BEGUN)
     said = text.decode(ids)
@@ -29,8 +29,8 @@ def test_a_prompt_ends_with_what_the_answer_begins_with(name, history):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_that_is_begun_follows_results(name):
-    """The results of calls that the answer before it asked for."""
+def test_a_continued_answer_follows_results(name):
+    """Those of calls in the answer before it."""
     text = text_of(FAMILIES[name])
     result = {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "look_up"}
     said = text.decode(text.encode_chat([result], [5, 6], beginning="It is"))
@@ -38,7 +38,7 @@ def test_an_answer_that_is_begun_follows_results(name):
     assert said.endswith("It is")
 
 
-def test_it_has_the_turns_arguments():
+def test_a_continued_answer_uses_the_turns_arguments():
     """As every other prompt."""
     text = text_of(EFFORTFUL)
     said = text.decode(
@@ -50,8 +50,8 @@ def test_it_has_the_turns_arguments():
     assert said.endswith("<|im_start|>assistant!\nI")
 
 
-def test_a_template_that_does_not_repeat_answers_cannot_begin_one():
-    """It is refused before anything is encoded."""
+def test_a_template_that_changes_answers_cannot_continue_one():
+    """It is refused before encoding."""
     text = text_of(FAMILIES["qwen"])
     text._template.render = lambda *_args, **_options: "nothing"
     with pytest.raises(InvalidTurnError, match="does not write the beginning of the answer"):
@@ -59,7 +59,7 @@ def test_a_template_that_does_not_repeat_answers_cannot_begin_one():
 
 
 def test_messages_without_a_prompt_for_an_answer():
-    """They end where the last of them ends."""
+    """They end with the last of them."""
     text = text_of(FAMILIES["qwen3_thinking"])
     said = text.decode(text.encode_chat([QUESTION], [], is_prompt=False))
     assert said == f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n"
@@ -72,8 +72,8 @@ HOSTILE = st.lists(
 
 
 @given(st.sampled_from(sorted(TEXTS)), HOSTILE, HOSTILE)
-def test_nothing_of_it_becomes_a_control_token(name, question, beginning):
-    """Whatever is written there, and wherever else the same is written."""
+def test_a_beginning_never_contains_control_tokens(name, question, beginning):
+    """Whatever its text is, there or elsewhere."""
     text = TEXTS[name]
     asked = [{"role": "user", "content": f"?{question}"}]
     ids = text.encode_chat(asked, [], beginning=f"!{beginning}")
@@ -83,8 +83,8 @@ def test_nothing_of_it_becomes_a_control_token(name, question, beginning):
     assert text.decode(ids).endswith(f"!{beginning}")
 
 
-def test_names_are_written_by_templates_that_know_them():
-    """Of the roles of which they write any; to all others a name makes no difference."""
+def test_names_are_written_by_templates_that_support_them():
+    """For the supported roles; elsewhere a name makes no difference."""
     text = text_of(NAMED)
     assert text.named_roles == {"system", "user", "assistant"}
     said = text.decode(text.encode_chat([{**QUESTION, "name": "Ann"}], []))
@@ -98,7 +98,7 @@ def test_names_are_written_by_templates_that_know_them():
 
 @pytest.mark.parametrize("name", ["im_end|>", "im_start|>x", "<|im_end|>", "a <|im_end|>"])
 def test_a_name_completes_no_control_token(name):
-    """Neither by itself nor with what the template writes before it."""
+    """Neither alone nor together with the template's text."""
     text = text_of(NAMED)
     named, benign = (text.encode_chat([{**QUESTION, "name": one}], []) for one in (name, "Ann"))
     num = [sum(one in text.control.ids for one in ids) for ids in (named, benign)]

@@ -43,13 +43,13 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def test_what_several_have_in_common_is_what_all_begin_with():
+def test_the_common_beginning_of_texts():
     """However long the others are."""
     assert common_prefix([1, 2, 3], [1, 2, 4, 5], [1, 2]) == 2
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])
-def test_turns_appended_equal_the_whole_conversation(tokenizer, ends_itself):
+def test_appended_turns_equal_the_whole_conversation(tokenizer, ends_itself):
     """Appending turn by turn gives the tokens of the template over the whole conversation."""
     text = text_of(tokenizer)
     answer = tokenizer("It is kept.", add_special_tokens=False).input_ids
@@ -68,7 +68,7 @@ def test_turns_appended_equal_the_whole_conversation(tokenizer, ends_itself):
     assert appended == tokenizer(whole, add_special_tokens=False).input_ids
 
 
-def test_a_system_message_may_open_a_session(tokenizer):
+def test_a_system_message_may_begin_a_session(tokenizer):
     """The first turn may bring several messages."""
     ids = text_of(tokenizer).encode_chat(
         [{"role": "system", "content": "Be brief."}, user("a")], []
@@ -76,16 +76,16 @@ def test_a_system_message_may_open_a_session(tokenizer):
     assert "Be brief." in tokenizer.decode(ids)
 
 
-def test_what_the_template_refuses_is_an_invalid_turn(tokenizer):
-    """The template's own words reach the client."""
+def test_the_templates_refusal_is_an_invalid_turn(tokenizer):
+    """The client gets its words."""
     text = text_of(tokenizer, STRICT)
     assert text.chat_problem == ""
     with pytest.raises(InvalidTurnError, match="no calls"):
         text.encode_chat([user("call it")], [1])
 
 
-def test_what_surrounds_a_message_is_known(tokenizer):
-    """For each role and place: what the template writes, without the prompt for an answer."""
+def test_the_frame_of_a_message_is_known(tokenizer):
+    """For each role and place: the template's text, without the prompt for an answer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = STRICT
     template = ChatTemplate(tokenizer, {})
@@ -97,8 +97,8 @@ def test_what_surrounds_a_message_is_known(tokenizer):
     assert not any("[a]" in after for _, after in found)
 
 
-def test_a_template_that_refuses_roles_has_those_that_it_takes(tokenizer):
-    """Each that is refused is just none of them, wherever in a conversation it is tried."""
+def test_refused_roles_are_not_offered(tokenizer):
+    """Each role is tried, in every place of a conversation."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = PICKY
     template = ChatTemplate(tokenizer, {})
@@ -107,8 +107,8 @@ def test_a_template_that_refuses_roles_has_those_that_it_takes(tokenizer):
     assert len(list(template.surroundings())) == 4 * len(template.roles)
 
 
-def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):
-    """Incremental use would be wrong, so chat messages are refused, and text is not."""
+def test_a_template_that_rewrites_history_is_detected_at_the_start(tokenizer):
+    """Appending would be wrong, so chat messages are refused, and text is accepted."""
     text = text_of(tokenizer, REWRITES)
     assert "rewrites earlier messages" in text.chat_problem
     with pytest.raises(NoChatTemplateError):
@@ -126,13 +126,13 @@ def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):
         ("[u]c", "", ""),
     ],
 )
-def test_what_an_answer_is_where_more_follows(text, alone, found):
-    """Without the empty thought before an answer that stands last."""
+def test_the_form_of_an_answer_that_is_not_the_last(text, alone, found):
+    """Without the empty thought before a last answer."""
     assert written_in(text, alone) == found
 
 
-def test_no_template_and_no_tokenizer(tokenizer):
-    """Each is told apart, and token ids always work."""
+def test_without_a_template_or_tokenizer(tokenizer):
+    """They have different errors, and token ids always work."""
     assert text_of(tokenizer, "").chat_problem == "the model has no chat template"
     untried = TurnText(tokenizer, frozenset())
     assert untried.chat_problem == "the chat template was not tested"
@@ -146,23 +146,23 @@ def test_no_template_and_no_tokenizer(tokenizer):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(alphabet="ab é東🙂\u0301\n", max_size=30))
-def test_pieces_are_the_text_and_never_half_a_character(tokenizer, text):
-    """Token by token, the pieces add up to the text, and no piece has a replacement character."""
+def test_pieces_add_up_to_the_text_without_parts_of_characters(tokenizer, text):
+    """Token by token; no piece has a replacement character."""
     detokenizer = Detokenizer(tokenizer, tokenizer("The answer: ").input_ids)
     pieces = [detokenizer.push(token) for token in tokenizer(text).input_ids]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_an_unfinished_character_is_not_shown(tokenizer):
+def test_an_incomplete_character_is_not_shown(tokenizer):
     """An answer that ends inside a character ends before it."""
     detokenizer = Detokenizer(tokenizer, [])
     token_ids = tokenizer("🙂🙂").input_ids
     assert "\ufffd" not in "".join(detokenizer.push(token) for token in token_ids[:-1])
 
 
-def test_bytes_that_are_no_character_do_not_stop_the_text(tokenizer):
-    """A run of stray bytes is given up after a while, and what follows is shown."""
+def test_invalid_bytes_do_not_stop_the_text(tokenizer):
+    """Stray bytes are given up after a while, and later text is shown."""
     stray = tokenizer("🙂").input_ids[-1]
     detokenizer = Detokenizer(tokenizer, [])
     pieces = [detokenizer.push(stray) for _ in range(20)]
@@ -177,7 +177,7 @@ def test_special_tokens_have_no_text(tokenizer):
 
 
 def test_messages_begin_at_the_templates_special_token(tokenizer):
-    """Found by trying the template out; none where it opens messages with plain text."""
+    """Found by trying the template; none if it opens messages with plain text."""
     start_id = tokenizer.convert_tokens_to_ids("<|start|>")
     frames = text_of(tokenizer).frame_tokens
     assert (frames.opening, frames.closing) == ({start_id}, {tokenizer.eos_token_id})
@@ -186,8 +186,8 @@ def test_messages_begin_at_the_templates_special_token(tokenizer):
     assert text_of(tokenizer, "").frame_tokens.starts([start_id], b"\1") == []
 
 
-def test_a_message_begins_with_the_first_of_its_special_tokens():
-    """A question does, and the prompt for an answer, each with its own."""
+def test_a_message_begins_with_its_first_special_token():
+    """A question and the prompt for an answer each have their own."""
     tokenizer = make_tokenizer("byte_level")
     tokenizer.chat_template = (
         "{% for m in messages %}<|start|><pad>{{ m.content }}<|end|>{% endfor %}"
@@ -204,7 +204,7 @@ BARE = (
     "{% for m in messages %}{{ m.content }}"
     "{% if m.role == 'system' %}{{ '\n' }}{% else %}<|end|>{% endif %}{% endfor %}"
 )
-# The system message as a part of the first question, as several templates have it.
+# The system message is part of the first question, as in several templates.
 FOLDED = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}"
@@ -229,10 +229,10 @@ FOLDED = (
         (STRICT, [{"role": "tool", "content": "a call, which it refuses"}], ""),
     ],
 )
-def test_the_system_message_is_what_comes_before_the_first_question(
+def test_the_system_message_comes_before_the_first_question(
     tokenizer, template, messages, expected
 ):
-    """Whole frames of it; where it is part of the question, the tokens that are it."""
+    """In whole frames; if it is part of the question, its own tokens."""
     text = text_of(tokenizer, template)
     if messages[0]["role"] == "tool":
         assert text.system_tokens(messages, [5, 6]) == 0
@@ -241,7 +241,7 @@ def test_the_system_message_is_what_comes_before_the_first_question(
     assert tokenizer.decode(ids[: text.system_tokens(messages, ids)]) == expected
 
 
-def test_a_question_after_an_answer_that_is_gone_closes_nothing(tokenizer):
+def test_a_question_after_a_dropped_answer_closes_nothing(tokenizer):
     """It begins with its own frame."""
     text = text_of(tokenizer)
     closed = text.encode_chat([user("Is it?")], [7])

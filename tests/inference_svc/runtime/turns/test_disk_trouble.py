@@ -1,4 +1,4 @@
-"""What is said of a disk that fails, and when it is tried whether there is room again."""
+"""Log lines about a failing disk, and when it is tried again."""
 
 import errno
 
@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from inference_svc.runtime.turns.disk_trouble import DiskTrouble
 
 
-async def test_a_disk_that_nobody_has_found_full_is_not_tried(tmp_path):
+async def test_a_healthy_disk_is_not_tried(tmp_path):
     """Nothing is written to it for that."""
     await DiskTrouble(tmp_path / "gone").check_room()
 
@@ -20,8 +20,8 @@ async def test_a_disk_that_nobody_has_found_full_is_not_tried(tmp_path):
         (errno.EIO, "transcript_unavailable", "check that disk"),
     ],
 )
-def test_one_line_a_second_says_what_to_do(tmp_path, number, event, remedy):
-    """The next one, how many there would have been."""
+def test_one_line_a_second_has_the_remedy(tmp_path, number, event, remedy):
+    """The next one has the number of omitted lines."""
     trouble = DiskTrouble(tmp_path)
     seconds = iter((0.0, 0.5, 0.9, 1.0))
     trouble._lines._clock_s = lambda: next(seconds)

@@ -1,4 +1,4 @@
-"""Template arguments: which of them make another conversation, and what a session keeps of them."""
+"""Template arguments: which change a conversation, and which a session keeps."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core.errors import InvalidTurnError
 from inference_svc.runtime.turns.chat_text import TurnText
-from tests.told_templates import DATED, EFFORTFUL, PICKY, STYLED, THINKING
+from tests.argument_templates import DATED, EFFORTFUL, PICKY, STYLED, THINKING
 from tests.tool_templates import FAMILIES, text_of, tokenizer_of
 
 UNTHINKING = {"enable_thinking": False}
@@ -17,7 +17,7 @@ HIGH, LOW = {"reasoning_effort": "high"}, {"reasoning_effort": "low"}
 
 
 def with_usual(family, usual):
-    """What encodes turns where the operator has named arguments."""
+    """Make a turn encoder with the operator's arguments."""
     tokenizer = tokenizer_of(family)
     text = TurnText(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(family.ends))), usual)
     text.try_out()
@@ -26,15 +26,15 @@ def with_usual(family, usual):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_template_does_not_know_changes_nothing(name):
-    """Nor does what it writes before an answer only."""
+def test_unknown_arguments_change_nothing(name):
+    """Nor do those that are written only before an answer."""
     text = text_of(FAMILIES[name])
     assert text.framing({"unknown_9f": [1, "x"], **UNTHINKING}) == ""
     assert text.framing({}) == ""
 
 
-def test_what_is_written_among_messages_makes_another_conversation():
-    """Each value another; the one that the template has by itself does not, nor does a prompt's."""
+def test_arguments_written_in_messages_make_another_conversation():
+    """Each value a different one; the template's default does not, nor does a prompt's argument."""
     text = text_of(EFFORTFUL)
     framings = [text.framing(own) for own in ({}, HIGH, LOW, {**HIGH, **UNTHINKING})]
     assert framings[0] == "" != framings[1] != framings[2] != ""
@@ -44,7 +44,7 @@ def test_what_is_written_among_messages_makes_another_conversation():
 
 
 def test_a_conversation_is_the_same_on_another_day():
-    """A template that writes the time is asked for what does not pass."""
+    """A template that writes the time is rendered with a fixed one."""
     text = text_of(DATED)
     first = text.framing(HIGH)
     text._framing._find.cache_clear()
@@ -54,8 +54,8 @@ def test_a_conversation_is_the_same_on_another_day():
     assert text.framing(UNTHINKING) == ""
 
 
-def test_the_operators_arguments_are_below_the_clients():
-    """Who names the same value as the operator has the same conversation as who names none."""
+def test_clients_arguments_override_the_operators():
+    """Naming the operator's value gives the same conversation as naming none."""
     text = with_usual(EFFORTFUL, HIGH)
     assert text.framing({}) == text.framing(HIGH) == text_of(EFFORTFUL).framing(HIGH) != ""
     assert text.framing({"reasoning_effort": "medium"}) == ""
@@ -65,8 +65,8 @@ def test_the_operators_arguments_are_below_the_clients():
     assert said == {**HIGH, **UNTHINKING}
 
 
-def test_a_session_keeps_what_it_began_with():
-    """The same, or none, which is the same; what is of one answer changes nothing."""
+def test_a_session_keeps_its_first_arguments():
+    """Equal ones or none are accepted; arguments of one answer change nothing."""
     text = text_of(EFFORTFUL)
     begun = text.settle({**HIGH, **UNTHINKING}, None)
     assert begun.arguments == {**HIGH, **UNTHINKING}
@@ -83,8 +83,8 @@ def test_a_session_keeps_what_it_began_with():
         text.settle(HIGH, "")
 
 
-def test_what_a_template_refuses_is_refused_where_it_is_written():
-    """Arguments of another conversation, until its first turn fails with the template's words."""
+def test_the_templates_refusal_appears_where_it_is_rendered():
+    """The arguments make another conversation, whose first turn fails with the template's words."""
     text = text_of(PICKY)
     assert text.framing(LOW) not in {"", text.framing(HIGH)}
     question = [{"role": "user", "content": "Why?"}]
@@ -97,20 +97,23 @@ def test_what_a_template_refuses_is_refused_where_it_is_written():
 STYLE, STYLED_BY = "{{ style | default('') }}", {"style": "(s)"}
 
 
-def styled(family, style):
-    """A family whose template writes something wherever a message begins or ends."""
+def make_styled(family, style):
+    """Make a family whose template writes an argument around messages."""
     begins, ends = family.special[0], family.ends[0]
     template = family.template.replace(begins, style + begins)
-    if f"'{ends}'" not in template:  # where it is no text of the template, but of an expression
+    if f"'{ends}'" not in template:  # where it is not literal text, but the result of an expression
         template = template.replace(ends, ends + style)
     return replace(family, template=style + template)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
-def test_arguments_are_written_as_if_the_template_said_the_same(name):
-    """In openings and in what is appended, with results and with an answer that is begun."""
+def test_arguments_are_written_like_literal_text(name):
+    """In openings and in appended messages, with results and with a continued answer."""
     family = FAMILIES[name]
-    told, same = text_of(styled(family, STYLE)), text_of(styled(family, STYLED_BY["style"]))
+    told, same = (
+        text_of(make_styled(family, STYLE)),
+        text_of(make_styled(family, STYLED_BY["style"])),
+    )
     assert told.framing(STYLED_BY) != "" == same.framing(STYLED_BY)
     question = [{"role": "user", "content": "Why?"}]
     results = [{"role": "tool", "content": "4", "tool_call_id": "c1", "name": "look"}]
@@ -142,8 +145,8 @@ def test_arguments_are_written_as_if_the_template_said_the_same(name):
         "messages | length > 2",
     ],
 )
-def test_wherever_in_a_conversation_it_is_written_it_is_found(condition):
-    """With a system message or without, with tools, and behind what these returned."""
+def test_an_argument_is_found_anywhere_in_a_conversation(condition):
+    """With a system message or without, with tools, and behind their results."""
     family = FAMILIES["qwen"]
     template = "{% if " + condition + " %}" + STYLE + "{% endif %}" + family.template
     assert text_of(replace(family, template=template)).framing(STYLED_BY) != ""
@@ -170,8 +173,8 @@ WORDS = st.lists(
     st.lists(WORDS, min_size=1, max_size=3),
     st.sampled_from([(), ("Be brief.",)]),
 )
-def test_turns_appended_equal_the_whole_conversation(family, arguments, questions, system):
-    """With any arguments, as long as they are the same; none of them becomes a control token."""
+def test_appended_turns_equal_the_whole_conversation(family, arguments, questions, system):
+    """With any constant arguments, none of which becomes a control token."""
     text = TEXTS[family]
     control, num_ends = text.control, 0
     leading = [{"role": "system", "content": one} for one in system]
@@ -182,7 +185,7 @@ def test_turns_appended_equal_the_whole_conversation(family, arguments, question
         ids = ids + text.encode_chat(new, ids, arguments=arguments)
         said = [*said, new[-1]]
         prompt = text.encode_chat(said, [], arguments=arguments)
-        # Of what is past templates leave an empty thought out, which sessions keep.
+        # Templates omit empty thoughts of earlier answers, which sessions keep.
         if family is not THINKING and arguments.get("enable_thinking", True):
             assert text.decode(ids) == text.decode(prompt)
         num_ends = sum(one in control.ids for one in prompt)
@@ -195,8 +198,8 @@ def test_turns_appended_equal_the_whole_conversation(family, arguments, question
         said = [*said, answer]
 
 
-def test_a_template_that_writes_the_day_goes_on_the_next_one():
-    """Sessions outlive midnight: what it writes before a turn is looked at again."""
+def test_a_template_that_writes_the_date_continues_the_next_day():
+    """Its text before a turn is rendered again."""
     text = text_of(EFFORTFUL)
     question = [{"role": "user", "content": "Why?"}]
     today = text.encode_chat(question, [5])
@@ -205,7 +208,7 @@ def test_a_template_that_writes_the_day_goes_on_the_next_one():
     assert text.encode_chat(question, [5]) == today
 
 
-def test_a_system_message_ends_where_it_does_with_these_arguments():
+def test_the_end_of_the_system_message_depends_on_the_arguments():
     """However long the template makes it."""
     text = text_of(EFFORTFUL)
     said = [{"role": "user", "content": "Why?"}]

@@ -1,4 +1,4 @@
-"""Turns of edited conversations: what goes wrong on the way to keep KV is computed, and no more."""
+"""Turns of edited conversations: KV that cannot be kept is recomputed, and no more."""
 
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,7 +10,7 @@ from inference_svc.core.misses import Resembled
 from inference_svc.core.truncation import FrameTokens
 from inference_svc.core.turn_record import Finished
 from tests.memory_engine import BLOCK_TOKENS, loaded_model
-from tests.turn_service import KEY, LIMITS, asked, failure_of, serving, token_ids_of, until
+from tests.turn_service import KEY, LIMITS, failure_of, make_turn, serving, token_ids_of, until
 
 OPENING = 9
 EDITED = KEY._replace(session_id="edited")
@@ -23,21 +23,21 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-def told(*messages):
-    """A conversation of these messages."""
+def make_conversation(*messages):
+    """Make a conversation of these messages."""
     return tuple(token for said in messages for token in (OPENING, *said))
 
 
 START, GONE, RESULT = [20] * 10, [30] * 20, [40, 41, 42] * 10
-OLD = told(START, GONE, RESULT, [70])  # an answer's message has begun
-NEW = told(START, [50, 51], RESULT, [60])
+OLD = make_conversation(START, GONE, RESULT, [70])  # an answer's message has begun
+NEW = make_conversation(START, [50, 51], RESULT, [60])
 SEAM = 14  # tokens of NEW before RESULT
 NUM_KEPT = 1 + len(RESULT)
 
 
 @asynccontextmanager
 async def editing(model, directory, edits="keep", **options):
-    """A service in which a conversation was answered that is about to be edited."""
+    """Run a service with an answered conversation that is about to be edited."""
     async with serving(model, directory, block_tokens=BLOCK_TOKENS, **options) as service:
         service.text.frame_tokens = FrameTokens(frozenset({OPENING}), frozenset())
         service.edits.policy = edit_policy(edits)
@@ -50,8 +50,8 @@ def again(service, key=EDITED, **fields):
     return service.run(NEW, key=key, resembles=BEFORE, **fields)
 
 
-async def recomputed(service):
-    """The tokens of an answer to the same, of which nothing is kept."""
+async def recompute(service):
+    """Return the tokens of the same answer without kept KV."""
     return token_ids_of(await service.run(NEW, key=PLAIN))
 
 
@@ -61,8 +61,8 @@ def usage_of(events):
 
 
 @pytest.mark.parametrize(("edits", "healed"), [("keep", 0), ("heal:3", 3), ("heal:999", 0)])
-async def test_what_follows_is_kept_or_healed(model, tmp_path, edits, healed):
-    """The turn is one that loads; where all is healed it is one that computes."""
+async def test_tokens_behind_an_edit_are_kept_or_healed(model, tmp_path, edits, healed):
+    """The turn loads; if everything is healed it computes."""
     async with editing(model, tmp_path, edits) as service:
         usage = usage_of(await again(service))
         record = (await service.turns.sessions.get(EDITED))[0].turns[0]
@@ -76,8 +76,8 @@ async def test_what_follows_is_kept_or_healed(model, tmp_path, edits, healed):
         assert usage.queue_s >= 0
 
 
-async def test_its_next_turn_goes_on_from_there(model, tmp_path):
-    """Its lineage is in its transcript, and is read back from there."""
+async def test_the_next_turn_continues_with_the_kept_lineage(model, tmp_path):
+    """It is in the transcript, and is read from there."""
     async with editing(model, tmp_path) as service:
         first = usage_of(await again(service))
         following = usage_of(await service.run([OPENING, 70], key=EDITED))
@@ -88,7 +88,7 @@ async def test_its_next_turn_goes_on_from_there(model, tmp_path):
 
 
 def pays(trouble, _start, _end):
-    """What is asked before a run is kept; it has gone wrong where that is the trouble."""
+    """Return the check before a run is kept; the trouble has happened by then."""
     if trouble == "raises":
         raise ValueError(trouble)
     return trouble != "does not pay"
@@ -97,8 +97,8 @@ def pays(trouble, _start, _end):
 @pytest.mark.parametrize(
     "trouble", ["away", "gone", "exact", "no grafts", "does not pay", "raises"]
 )
-async def test_where_nothing_can_be_kept_all_is_computed(model, tmp_path, trouble):
-    """And it answers what recomputation does."""
+async def test_if_nothing_can_be_kept_everything_is_computed(model, tmp_path, trouble):
+    """The answer equals recomputation."""
     edits = "exact" if trouble == "exact" else "keep"
     async with editing(model, tmp_path, edits) as service:
         store = service.engine.store
@@ -109,48 +109,48 @@ async def test_where_nothing_can_be_kept_all_is_computed(model, tmp_path, troubl
             await service.turns.sessions.delete(KEY)
         events = await again(service)
         assert usage_of(events).kept_tokens == 0
-        assert token_ids_of(events) == await recomputed(service)
+        assert token_ids_of(events) == await recompute(service)
         assert ("graft" in store.order) == (trouble == "away")
 
 
-async def test_less_is_there_than_was_thought(model, tmp_path):
-    """The rest is computed; it counts as kept what was."""
+async def test_less_is_stored_than_expected(model, tmp_path):
+    """The rest is computed; usage has the kept tokens."""
     async with editing(model, tmp_path) as service:
         store = service.engine.store
         await service.engine.saves.wait_for_end(KEY)
         stored, *rows = store.rows[KEY]
-        few = len(told(START, GONE, RESULT)) - 10
+        few = len(make_conversation(START, GONE, RESULT)) - 10
         store.rows[KEY] = (stored[: 4 * few], *([one[:few] for one in part] for part in rows))
         usage = usage_of(await again(service))
         assert usage.kept_tokens == NUM_KEPT - 10
 
 
-async def test_loads_that_fail_are_computed(model, tmp_path):
-    """What kvd has given does not arrive: the turn computes it, and keeps its lineage."""
+async def test_failed_loads_are_computed(model, tmp_path):
+    """The granted rows do not arrive: the turn computes them, and keeps its lineage."""
     async with editing(model, tmp_path) as service:
         store = service.engine.store
         store.may_graft.clear()
-        turn = await service.turns.submit(asked(NEW, key=EDITED, resembles=BEFORE))
+        turn = await service.turns.submit(make_turn(NEW, key=EDITED, resembles=BEFORE))
         await store.is_grafting.wait()
         store.num_failing_loads = 99
         store.may_graft.set()
         events = [event async for event in turn.follow()]
         assert usage_of(events).kept_tokens == 0
         store.num_failing_loads = 0
-        assert token_ids_of(events) == await recomputed(service)
+        assert token_ids_of(events) == await recompute(service)
         assert usage_of(await service.run([OPENING, 70], key=EDITED)).recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("moment", ["leading", "grafting"])
-async def test_a_turn_that_is_cancelled_on_the_way_leaves_nothing(model, tmp_path, moment):
-    """Its memory is released; its retry keeps what it would have."""
+async def test_a_turn_cancelled_meanwhile_leaves_nothing(model, tmp_path, moment):
+    """Its memory is freed; its retry keeps the same tokens."""
     async with editing(model, tmp_path) as service:
         store = service.engine.store
         await service.engine.saves.wait_for_end(KEY)
         gate = store.may_begin if moment == "leading" else store.may_graft
         gate.clear()
         store.is_asked.clear()
-        turn = await service.turns.submit(asked(NEW, key=EDITED, resembles=BEFORE))
+        turn = await service.turns.submit(make_turn(NEW, key=EDITED, resembles=BEFORE))
         await (store.is_asked if moment == "leading" else store.is_grafting).wait()
         assert turn.cancel()
         gate.set()
@@ -159,18 +159,18 @@ async def test_a_turn_that_is_cancelled_on_the_way_leaves_nothing(model, tmp_pat
         assert usage_of(await again(service)).kept_tokens == NUM_KEPT
 
 
-async def test_a_turn_that_drops_tokens_first_keeps_none_behind_an_edit(model, tmp_path):
-    """A fork that overflows; what it would keep moves under it."""
+async def test_a_turn_that_drops_tokens_keeps_none_behind_an_edit(model, tmp_path):
+    """A fork overflows, so that the kept tokens would move."""
     async with editing(model, tmp_path) as service:
         await service.turns.sessions.fork(KEY, None, EDITED.session_id)
-        more = told([80] * 125)
+        more = make_conversation([80] * 125)
         usage = usage_of(await service.run(more, key=EDITED, resembles=BEFORE))
         assert usage.dropped_tokens > 0
         assert usage.kept_tokens == 0
 
 
-async def test_a_window_that_fills_up_later_gives_up_what_was_kept(model, tmp_path):
-    """In the middle of the answer, and again in the next turn: lineages follow."""
+async def test_a_window_that_fills_later_drops_kept_tokens(model, tmp_path):
+    """During the answer, and again in the next turn: lineages follow."""
     async with editing(model, tmp_path) as service:
         usage = usage_of(await again(service, max_tokens=170))
         assert usage.kept_tokens == NUM_KEPT
@@ -182,8 +182,8 @@ async def test_a_window_that_fills_up_later_gives_up_what_was_kept(model, tmp_pa
         assert context.lineage == service.engine.store.lineages[EDITED]
 
 
-async def test_a_fork_has_the_lineage_of_what_was_kept(model, tmp_path):
-    """What it computes is of that lineage; the session that it is of goes on as before."""
+async def test_a_fork_has_the_lineage_of_kept_tokens(model, tmp_path):
+    """Its blocks have that lineage; the original session continues as before."""
     async with editing(model, tmp_path) as service:
         await again(service)
         fork = KEY._replace(session_id="fork")
@@ -198,11 +198,11 @@ async def test_a_fork_has_the_lineage_of_what_was_kept(model, tmp_path):
         assert usage_of(other).recomputed_tokens == 0
 
 
-async def test_a_failure_of_its_deadline_is_its_own(model, tmp_path):
-    """It passed while what precedes a seam waited: the turn fails as it would have."""
+async def test_a_passed_deadline_is_the_turns_own_error(model, tmp_path):
+    """It passed while the part before a seam waited."""
     async with editing(model, tmp_path) as service:
         turn = await service.turns.submit(
-            asked(NEW, key=EDITED, resembles=BEFORE, deadline_ns=1, arrived_ns=0)
+            make_turn(NEW, key=EDITED, resembles=BEFORE, deadline_ns=1, arrived_ns=0)
         )
         assert (await failure_of(turn)).reason == "deadline_exceeded"
 

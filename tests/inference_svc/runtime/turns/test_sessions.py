@@ -1,4 +1,4 @@
-"""Changes of sessions between their turns: whole or not at all, and never during a turn."""
+"""Changes of sessions between turns: complete or not at all, and never during a turn."""
 
 import asyncio
 
@@ -16,11 +16,11 @@ from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.transcript_format import ExpectedSession
 from shared.types.errors import ReportedError
 from tests.memory_engine import loaded_model
-from tests.turn_service import KEY, asked, first_token, serving
+from tests.turn_service import KEY, first_token, make_turn, serving
 
 ANY = ExpectedSession(None, None)
 PROMPT = list(range(20, 30))
-LONG = 60  # tokens of an answer that is still being written
+LONG = 60  # tokens of an answer that is still running
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-def named(session_id):
+def key_of(session_id):
     return KEY._replace(session_id=session_id)
 
 
@@ -36,8 +36,8 @@ async def context_of(service, key=KEY):
     return (await service.turns.sessions.get(key))[0].context.token_ids
 
 
-async def test_a_fork_has_the_turns_it_was_asked_for(model, tmp_path):
-    """All of them if none is named; the session that it is of goes on by itself."""
+async def test_a_fork_has_the_requested_turns(model, tmp_path):
+    """All of them if none is named; the original session continues independently."""
     async with serving(model, tmp_path) as service:
         sessions = service.turns.sessions
         for number in range(2):
@@ -47,14 +47,14 @@ async def test_a_fork_has_the_turns_it_was_asked_for(model, tmp_path):
         named_all = await sessions.fork(KEY, 2, "all")
         assert [len(forked.turns) for forked in (first, both, named_all)] == [1, 2, 2]
         whole = await context_of(service)
-        assert await context_of(service, named("both")) == whole
-        assert await context_of(service, named("first")) == whole[: len(PROMPT) + 1 + 2]
+        assert await context_of(service, key_of("both")) == whole
+        assert await context_of(service, key_of("first")) == whole[: len(PROMPT) + 1 + 2]
         await service.run([1], max_tokens=1)
-        assert await context_of(service, named("both")) == whole
+        assert await context_of(service, key_of("both")) == whole
 
 
-async def test_a_fork_takes_no_other_session_s_place(model, tmp_path):
-    """Nor has it turns that the session has not."""
+async def test_a_fork_replaces_no_other_session(model, tmp_path):
+    """Nor may it have more turns than the original."""
     async with serving(model, tmp_path) as service:
         sessions = service.turns.sessions
         await service.run(PROMPT, max_tokens=1)
@@ -64,11 +64,11 @@ async def test_a_fork_takes_no_other_session_s_place(model, tmp_path):
         with pytest.raises(SessionExistsError):
             await sessions.fork(KEY, None, "other")
         with pytest.raises(SessionExistsError):
-            await sessions.fork(named("other"), None, KEY.session_id)
+            await sessions.fork(key_of("other"), None, KEY.session_id)
 
 
-async def test_a_fork_is_refused_to_a_tenant_that_has_its_sessions(model, tmp_path):
-    """And counted, as a turn would be; nothing is left of it."""
+async def test_a_fork_counts_for_the_limit_of_sessions(model, tmp_path):
+    """It is refused and counted like a turn, and leaves nothing."""
     async with serving(model, tmp_path) as service:
         sessions = service.turns.sessions
         await service.run(PROMPT, max_tokens=1)
@@ -77,11 +77,11 @@ async def test_a_fork_is_refused_to_a_tenant_that_has_its_sessions(model, tmp_pa
             await sessions.fork(KEY, None, "other")
         assert await service.counts(f"refused_{refused.value.reason}") == (1,)
         with pytest.raises(UnknownSessionError):
-            await sessions.get(named("other"))
+            await sessions.get(key_of("other"))
 
 
-async def test_tokens_are_dropped_at_once_and_for_good(model, tmp_path):
-    """The next turn goes on from what is left; it says how many that is."""
+async def test_tokens_are_dropped_at_once_and_permanently(model, tmp_path):
+    """The next turn continues with the rest; the answer has its length."""
     async with serving(model, tmp_path) as service:
         await service.run(PROMPT, max_tokens=2)
         before = await context_of(service)
@@ -94,8 +94,8 @@ async def test_tokens_are_dropped_at_once_and_for_good(model, tmp_path):
 
 
 @pytest.mark.parametrize("ranges", [[], [(3, 3)], [(-1, 2)], [(0, 1000)]])
-async def test_ranges_that_are_not_of_the_context_drop_nothing(model, tmp_path, ranges):
-    """All of a discard is done, or none of it."""
+async def test_invalid_ranges_drop_nothing(model, tmp_path, ranges):
+    """A discard is done completely or not at all."""
     async with serving(model, tmp_path) as service:
         await service.run(PROMPT, max_tokens=2)
         before = await context_of(service)
@@ -104,7 +104,7 @@ async def test_ranges_that_are_not_of_the_context_drop_nothing(model, tmp_path, 
         assert await context_of(service) == before
 
 
-async def test_a_client_that_believes_something_else_drops_nothing(model, tmp_path):
+async def test_a_client_with_another_expectation_drops_nothing(model, tmp_path):
     """Its positions are of another context."""
     async with serving(model, tmp_path) as service:
         await service.run(PROMPT, max_tokens=2)
@@ -117,12 +117,12 @@ async def test_a_client_that_believes_something_else_drops_nothing(model, tmp_pa
         assert await service.turns.sessions.discard(KEY, [(0, 1)], right) == (len(before) - 1, 1)
 
 
-async def test_nothing_changes_a_session_during_a_turn(model, tmp_path):
-    """Once it is over, everything may."""
+async def test_a_session_cannot_be_changed_during_a_turn(model, tmp_path):
+    """Once it has ended, all changes are possible."""
     async with serving(model, tmp_path) as service:
         sessions = service.turns.sessions
         await service.run(PROMPT, max_tokens=1)
-        turn = await service.turns.submit(asked([7], LONG))
+        turn = await service.turns.submit(make_turn([7], LONG))
         events = await first_token(turn)
         assert (await sessions.get(KEY))[1], "it is busy"
         for change in (
@@ -141,8 +141,8 @@ async def test_nothing_changes_a_session_during_a_turn(model, tmp_path):
             await sessions.get(KEY)
 
 
-async def test_a_change_that_its_caller_leaves_is_done(model, tmp_path):
-    """And nobody else has the session meanwhile."""
+async def test_a_change_is_completed_though_its_caller_leaves(model, tmp_path):
+    """No other call changes the session meanwhile."""
     async with serving(model, tmp_path) as service:
         sessions = service.turns.sessions
         await service.run(PROMPT, max_tokens=2)
@@ -150,7 +150,7 @@ async def test_a_change_that_its_caller_leaves_is_done(model, tmp_path):
         leaving = asyncio.create_task(sessions.discard(KEY, [(0, 3)], ANY))
         await asyncio.sleep(0)
         with pytest.raises(SessionBusyError):
-            await service.turns.submit(asked([1]))
+            await service.turns.submit(make_turn([1]))
         with pytest.raises(SessionBusyError):
             await sessions.end(KEY)
         leaving.cancel()
@@ -161,8 +161,8 @@ async def test_a_change_that_its_caller_leaves_is_done(model, tmp_path):
         assert tuple(await context_of(service)) == tuple(before[3:])
 
 
-async def test_a_session_that_has_ended_takes_no_turn(model, tmp_path):
-    """Its tokens are still there to be read."""
+async def test_an_ended_session_accepts_no_turn(model, tmp_path):
+    """Its tokens can still be read."""
     async with serving(model, tmp_path) as service:
         await service.run(PROMPT, max_tokens=1)
         await service.turns.sessions.end(KEY)

@@ -39,7 +39,7 @@ class World:
 
     @property
     def values(self):
-        """What the store has of conversations, by the names of their objects."""
+        """Return the store's values of conversations, by the names of their objects."""
         there = self.blobs.blobs.items()
         return {name: data for name, (data, _) in there if name.startswith(CONVERSATIONS)}
 
@@ -53,7 +53,7 @@ def world():
 
 
 async def test_a_conversation_is_found_by_its_id_and_tenant(world):
-    """At any server, as its newest version is; names in the store say nothing."""
+    """At any server, in its newest version; names in the store reveal nothing."""
     here, there = world.service(), world.service()
     assert await here.look("acme", "conv_a") == 0
     assert await here.replace(0, ENTRY) == 1
@@ -68,8 +68,8 @@ async def test_a_conversation_is_found_by_its_id_and_tenant(world):
     assert not [word for word in ("acme", "conv_a") if word in name]
 
 
-async def test_who_has_not_seen_the_newest_version_changes_nothing(world):
-    """One that he has never seen, or has, but not what came after it."""
+async def test_a_stale_version_cannot_be_replaced(world):
+    """One that the server has never read, or has read before the latest change."""
     here, there = world.service(), world.service()
     await here.replace(0, ENTRY)
     before = world.values
@@ -84,8 +84,8 @@ async def test_who_has_not_seen_the_newest_version_changes_nothing(world):
     assert (await here.read("acme", "conv_a")).entry.turns == 2
 
 
-async def test_a_version_of_which_more_is_known_costs_no_other_look(world):
-    """Whoever has looked, or has put it there, replaces it at once."""
+async def test_a_known_version_is_replaced_without_reading(world):
+    """By a server that has just read or written it."""
     here = world.service()
     await here.look("acme", "conv_a")
     for number in range(3):
@@ -97,8 +97,8 @@ async def test_a_version_of_which_more_is_known_costs_no_other_look(world):
     assert len(world.values) == 1
 
 
-async def test_a_deleted_one_is_so_whatever_others_make_of_it(world):
-    """And for those without the key: its mark says nothing; kvd's sweep knows it by its size."""
+async def test_a_deleted_conversation_stays_deleted(world):
+    """Also for servers without the key: kvd's sweep recognises the mark by its size."""
     here, there = world.service(Sealer([new_key()])), world.service()
     await here.replace(0, ENTRY)
     await there.delete("acme", "conv_a")
@@ -112,8 +112,8 @@ async def test_a_deleted_one_is_so_whatever_others_make_of_it(world):
     assert await here.deleted() == {place_of("acme", "conv_a"), place_of("acme", "conv_never")}
 
 
-async def test_what_is_damaged_or_anothers_is_not_used(world):
-    """Nobody guesses what was said, and other tenants and conversations have their own."""
+async def test_damaged_and_foreign_conversations_are_not_used(world):
+    """Nothing is guessed, and other tenants and conversations have their own."""
     here = world.service()
     await here.replace(0, ENTRY)
     ((name, data),) = world.values.items()
@@ -142,7 +142,7 @@ async def test_a_sealed_one_opens_with_its_key_and_in_its_place(world):
         await world.service(Sealer([old])).read("acme", "conv_b")
 
 
-async def test_a_plain_one_is_taken_until_that_is_refused(world):
+async def test_a_plain_conversation_is_accepted_unless_disabled(world):
     await world.service().replace(0, ENTRY)
     key = new_key()
     assert (await world.service(Sealer([key])).read("acme", "conv_a")).entry == ENTRY
@@ -150,14 +150,14 @@ async def test_a_plain_one_is_taken_until_that_is_refused(world):
         await world.service(Sealer([key], takes_plain=False)).read("acme", "conv_a")
 
 
-async def test_one_that_is_too_long_stays_where_it_is(world, monkeypatch):
+async def test_an_overlong_conversation_is_not_shared(world, monkeypatch):
     here = world.service()
     monkeypatch.setattr(conversation_entry, "MAX_ENTRY_BYTES", 10)
     assert await here.replace(0, ENTRY) is None
     assert world.values == {}
 
 
-async def test_of_a_silent_store_nobody_knows(world):
+async def test_a_silent_store_leaves_conversations_unknown(world):
     here = world.service()
     world.blobs.odds = Odds(fails=1.0)
     for asked in (

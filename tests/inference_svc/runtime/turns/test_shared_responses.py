@@ -43,7 +43,7 @@ class World:
 
     @property
     def values(self):
-        """What the store has of responses."""
+        """Return the store's values of responses."""
         there = self.blobs.blobs.items()
         return [data for name, (data, _) in there if name.startswith(f"{RESPONSES}/")]
 
@@ -57,7 +57,7 @@ def world():
 
 
 async def test_a_response_is_found_by_its_id_and_tenant(world):
-    """At any server; names in the store say nothing."""
+    """At any server; names in the store reveal nothing."""
     here, there = world.service(), world.service()
     await here.keep("acme", "resp_1", ENTRY)
     assert await there.find("acme", "resp_1") == ENTRY
@@ -69,8 +69,8 @@ async def test_a_response_is_found_by_its_id_and_tenant(world):
     assert not [name for name in names if "acme" in name or "resp_1" in name]
 
 
-async def test_one_that_was_deleted_never_comes_back(world):
-    """Not when it is kept again by whoever repeats its request; what is deleted need not exist."""
+async def test_a_deleted_response_never_comes_back(world):
+    """Not even if a repeat of its request stores it again; deleting an unknown one is allowed."""
     here, there = world.service(), world.service()
     await here.keep("acme", "resp_1", ENTRY)
     await there.delete("acme", "resp_1")
@@ -84,15 +84,15 @@ async def test_one_that_was_deleted_never_comes_back(world):
     assert found == dict(zip(asked, (deleted, deleted, there_is, absent), strict=True))
 
 
-async def test_one_kept_again_is_what_it_was(world):
-    """The first counts: it is the response that its client has had."""
+async def test_a_response_stored_again_does_not_change(world):
+    """The first counts: its client has got it."""
     here = world.service()
     await here.keep("acme", "resp_1", ENTRY)
     await here.keep("acme", "resp_1", replace(ENTRY, turns=7))
     assert await here.find("acme", "resp_1") == ENTRY
 
 
-async def test_bad_bytes_are_absent(world):
+async def test_damaged_responses_are_missing(world):
     """To whoever asks for the response."""
     here = world.service()
     await here.keep("acme", "resp_1", ENTRY)
@@ -103,7 +103,7 @@ async def test_bad_bytes_are_absent(world):
     assert await here.find("acme", "resp_1") is None
 
 
-async def test_all_of_a_session_are_deleted(world):
+async def test_all_responses_of_a_session_are_deleted(world):
     """As many as there are."""
     here = world.service()
     ids = [f"resp_{number}" for number in range(40)]
@@ -113,8 +113,8 @@ async def test_all_of_a_session_are_deleted(world):
     assert world.values == [DELETED] * len(ids)
 
 
-async def test_a_silent_store_gets_later_what_it_lacks(world):
-    """Keeping fails nothing; asking and deleting say that nobody knows."""
+async def test_a_silent_store_gets_missing_responses_later(world):
+    """Storing does not fail; looking up and deleting report that the result is unknown."""
     here = world.service()
     world.silence()
     for number in range(3):
@@ -139,8 +139,8 @@ async def test_a_silent_store_gets_later_what_it_lacks(world):
     assert world.calls[0].ended.counts[("told",)] == num_told, "nothing is left to be told"
 
 
-async def test_what_waits_for_a_silent_store_is_bounded(world, monkeypatch):
-    """In bytes: the oldest are not told."""
+async def test_the_backlog_of_a_silent_store_is_bounded(world, monkeypatch):
+    """In bytes: the oldest are dropped."""
     here, size = world.service(), len(encode_response(ENTRY))
     monkeypatch.setattr(shared_responses, "MAX_BEHIND_BYTES", 2 * size)
     world.silence()
@@ -152,16 +152,16 @@ async def test_what_waits_for_a_silent_store_is_bounded(world, monkeypatch):
     assert list(found.values()) == [Standing.ABSENT, Standing.THERE, Standing.THERE]
 
 
-async def test_one_that_is_too_long_stays_where_it_is(world):
-    """It is no failure of anybody's."""
+async def test_an_overlong_response_is_not_shared(world):
+    """That is no error."""
     here = world.service()
     long = replace(ENTRY, info={"text_format": "x" * MAX_ENTRY_BYTES})
     await here.keep("acme", "resp_1", long)
     assert world.values == []
 
 
-async def test_a_sealed_response_shows_where_its_transcript_is_and_opens_with_its_key(world):
-    """What sweeps the store has to know that much; what was said it has not."""
+async def test_a_sealed_response_shows_its_transcripts_place_and_opens_with_its_key(world):
+    """A sweep has to know that; the contents are hidden."""
     sealer = Sealer([new_key()])
     said = replace(ENTRY, session="holidays", items='["to the coast"]')
     await world.service(sealer).keep("acme", "resp_1", said)
@@ -174,7 +174,7 @@ async def test_a_sealed_response_shows_where_its_transcript_is_and_opens_with_it
             await world.service(other).find("acme", "resp_1")
 
 
-async def test_a_sealed_response_in_anothers_place_is_none(world):
+async def test_a_sealed_response_in_anothers_place_is_refused(world):
     sealer = Sealer([new_key()])
     await world.service(sealer).keep("acme", "resp_1", ENTRY)
     await world.service(sealer).keep("acme", "resp_2", replace(ENTRY, request="r-2"))
@@ -187,7 +187,7 @@ async def test_a_sealed_response_in_anothers_place_is_none(world):
 @pytest.mark.parametrize(
     "change", [{"turns": 2}, {"named": True}, {"transcript": f"{TRANSCRIPTS}/tenant/other"}]
 )
-async def test_what_a_sealed_response_shows_cannot_be_changed(world, change):
+async def test_the_visible_part_of_a_sealed_response_cannot_be_changed(world, change):
     sealer = Sealer([new_key()])
     await world.service(sealer).keep("acme", "resp_1", ENTRY)
     (name,) = (name for name in world.blobs.blobs if name.startswith(RESPONSES))
@@ -197,21 +197,21 @@ async def test_what_a_sealed_response_shows_cannot_be_changed(world, change):
 
 
 @pytest.mark.parametrize("words", ["", "W10=", "bnVsbA==", "not base64", 7])
-async def test_what_only_calls_itself_sealed_is_none(world, words):
-    """Also where plain responses are taken: nobody has written it so."""
+async def test_a_forged_seal_is_refused(world, words):
+    """Even if plain responses are accepted."""
     forged = replace(ENTRY, info={"sealed": words})
     await world.service().keep("acme", "resp_1", forged)
     assert await world.service(Sealer([new_key()])).find("acme", "resp_1") is None
 
 
-async def test_a_plain_response_is_taken_until_that_is_refused(world):
+async def test_a_plain_response_is_accepted_unless_disabled(world):
     await world.service().keep("acme", "resp_1", ENTRY)
     key = new_key()
     assert await world.service(Sealer([key])).find("acme", "resp_1") == ENTRY
     assert await world.service(Sealer([key], takes_plain=False)).find("acme", "resp_1") is None
 
 
-async def test_a_sealed_response_is_kept_without_an_input_that_is_too_long(world):
+async def test_a_sealed_response_is_stored_without_an_overlong_input(world):
     sealer = Sealer([new_key()])
     await world.service(sealer).keep("acme", "resp_1", replace(ENTRY, items="x" * MAX_ENTRY_BYTES))
     assert await world.service(sealer).find("acme", "resp_1") == ENTRY

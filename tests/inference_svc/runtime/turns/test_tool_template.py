@@ -1,4 +1,4 @@
-"""How chat templates write tools, calls of them and results: each family's, found out by itself."""
+"""How chat templates write tools, calls and results: found for each family by trying them."""
 
 import json
 
@@ -42,25 +42,25 @@ _TEXTS = {}
 
 
 def of(name):
-    """The family of a name and its text, which takes no harm from being used by all tests."""
+    """Return a family's name and its turn encoder, which tests can share."""
     if name not in _TEXTS:
         _TEXTS[name] = text_of(FAMILIES[name])
     return FAMILIES[name], _TEXTS[name]
 
 
 def asking(*calls, content=""):
-    """An answer that asks for calls."""
+    """Make an answer with calls."""
     return Message(ASSISTANT, content, calls).as_template()
 
 
 def whole(text, *messages):
-    """The tokens of a whole conversation, and its text."""
+    """Return the tokens of a whole conversation, and its text."""
     ids = text.encode_chat([QUESTION, *messages], (), OFFERED)
     return ids, text.decode(ids)
 
 
 def history(text, family, *messages):
-    """The context behind an answer that ends itself: up to the last token that ends answers."""
+    """Return the context behind a complete answer: up to the last end token."""
     ids, _ = whole(text, *messages, SUNNY)
     num_opening = len(text.encode_chat([QUESTION], (), OFFERED))
     ends = set(text._tokenizer.convert_tokens_to_ids(list(family.ends)))
@@ -68,8 +68,8 @@ def history(text, family, *messages):
 
 
 @families
-def test_the_format_is_found_out(name):
-    """With what the template writes itself, and whether calls can stand in one message."""
+def test_the_format_is_detected(name):
+    """With the template's own text, and whether several calls fit in one message."""
     family, text = of(name)
     assert text.chat_problem == ""
     assert text.tool_format.name == family.call_format
@@ -84,8 +84,8 @@ def test_the_format_is_found_out(name):
 
 
 @families
-def test_an_opening_tells_of_tools(name):
-    """Their names, what they do, and their schemas; the model is told how to call them."""
+def test_an_opening_describes_the_tools(name):
+    """Their names, descriptions and schemas; the model learns how to call them."""
     _, text = of(name)
     for leading in ([], [Message(SYSTEM, "Be brief.").as_template()]):
         if leading and SYSTEM not in text._template.roles:
@@ -103,8 +103,8 @@ def test_an_opening_tells_of_tools(name):
 
 
 @families
-def test_a_model_that_is_told_in_words_is_told_how_to_call(name):
-    """Only where the template does not: then with the marks of its own calls."""
+def test_a_model_instructed_in_words_learns_how_to_call(name):
+    """Only where the template does not say so: then with the marks of its calls."""
     family, text = of(name)
     said = text.decode(text.encode_chat([QUESTION], (), OFFERED))
     assert ("answer with nothing but what follows" in said) == (not family.writes_tools)
@@ -117,8 +117,8 @@ def test_a_model_that_is_told_in_words_is_told_how_to_call(name):
 
 
 @families
-def test_results_appended_equal_the_whole_conversation(name):
-    """Token by token: an opening, an answer that calls, what that returned, and the prompt."""
+def test_appended_results_equal_the_whole_conversation(name):
+    """Token by token: an opening, an answer with calls, the results, and the prompt."""
     family, text = of(name)
     context = history(text, family, asking(CALL))
     appended = text.encode_chat([SUNNY], context)
@@ -128,7 +128,7 @@ def test_results_appended_equal_the_whole_conversation(name):
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.several])
 def test_results_of_several_calls(name):
-    """Of an answer with two."""
+    """The answer has two."""
     family, text = of(name)
     context = history(text, family, asking(CALL, OTHER))
     appended = text.encode_chat([SUNNY, NOON], context)
@@ -137,7 +137,7 @@ def test_results_of_several_calls(name):
 
 @families
 def test_a_result_and_a_question(name):
-    """A turn may bring both; where the template takes them so."""
+    """A turn may have both; where the template accepts them."""
     if name == "mistral":
         pytest.skip("moves the tools to the last question")
     family, text = of(name)
@@ -149,7 +149,7 @@ def test_a_result_and_a_question(name):
 
 @families
 def test_results_after_an_answer_that_was_cut(name):
-    """It is closed as an answer of text, and the result follows; nothing is closed twice."""
+    """It is closed as text, and the result follows; it is not closed twice."""
     family, text = of(name)
     context = history(text, family, asking(CALL))[:-1]
     closed = text.encode_chat([SUNNY], context)
@@ -161,8 +161,8 @@ def test_results_after_an_answer_that_was_cut(name):
 
 
 @families
-def test_a_result_whose_tool_is_not_known(name):
-    """Sessions take results by the call's id alone."""
+def test_a_result_of_an_unknown_tool(name):
+    """Sessions accept results with the call's id only."""
     family, text = of(name)
     nameless = {**SUNNY, "name": ""}
     context = history(text, family, asking(CALL))
@@ -170,8 +170,8 @@ def test_a_result_whose_tool_is_not_known(name):
 
 
 @families
-def test_messages_that_call_keep_what_they_say(name):
-    """In a conversation that is read at once."""
+def test_messages_with_calls_keep_their_text(name):
+    """In a conversation that is read as a whole."""
     if name == "mistral":
         pytest.skip("writes no text beside calls")
     _, text = of(name)
@@ -183,8 +183,8 @@ def test_messages_that_call_keep_what_they_say(name):
 
 
 @families
-def test_each_call_is_followed_by_its_result_where_one_is_written_at_a_time(name):
-    """Templates name a result by the call before it."""
+def test_each_call_is_followed_by_its_result_in_serial_templates(name):
+    """Templates identify a result by the call before it."""
     family, text = of(name)
     _, said = whole(text, asking(CALL, OTHER), NOON, SUNNY)
     if family.several:
@@ -194,13 +194,13 @@ def test_each_call_is_followed_by_its_result_where_one_is_written_at_a_time(name
 
 
 @families
-def test_names_of_control_tokens_stay_text(name):
-    """Whoever writes them: in what tools are, in arguments and in results."""
+def test_names_of_control_tokens_are_text(name):
+    """In descriptions of tools, in arguments and in results."""
     family, text = of(name)
     context = history(text, family, asking(CALL))
     for lure in (*family.ends, *family.special, *family.added, "<|start|>", "</s>"):
-        ids, added = forged(text, lure, context)
-        plain, plain_added = forged(text, "lure", context)
+        ids, added = forge(text, lure, context)
+        plain, plain_added = forge(text, "lure", context)
         assert controls(text, ids) == controls(text, plain)
         assert controls(text, added) == controls(text, plain_added)
         said = text.decode(plain)
@@ -208,8 +208,8 @@ def test_names_of_control_tokens_stay_text(name):
         assert text.decode(added) == text.decode(plain_added).replace("lure", lure)
 
 
-def forged(text, lure, context):
-    """Tokens of a conversation, and of a result, with a text wherever clients write any."""
+def forge(text, lure, context):
+    """Return tokens of a conversation, and of a result, with a text wherever clients write any."""
     tool = Tool("x", f"a {lure}", {"properties": {lure: {"enum": [f"{lure} b"]}}})
     call = ToolCall("x", json.dumps({lure: [f"c{lure}"]}), "call_one")
     result = Message(TOOL, f"{lure}d{lure}", (), "call_one", "x").as_template()
@@ -218,12 +218,12 @@ def forged(text, lure, context):
 
 
 def controls(text, ids):
-    """The control tokens among some, in order."""
+    """Return the control tokens among some, in order."""
     return [found for found in ids if found in text.control.ids]
 
 
-def test_what_is_nested_too_deeply_is_refused():
-    """Arguments and schemas: not every reader of JSON has the same bound."""
+def test_deeply_nested_values_are_refused():
+    """In arguments and schemas: readers of JSON have different limits."""
     _, text = of("qwen")
     deep = inner = {}
     for _ in range(2000):
@@ -235,8 +235,8 @@ def test_what_is_nested_too_deeply_is_refused():
         text.encode_chat([QUESTION], (), [Tool("x", "", deep).as_template()])
 
 
-def test_a_last_answer_that_is_written_in_another_way():
-    """gpt-oss ends it by another token: it is closed already, and what follows is the same."""
+def test_a_last_answer_with_another_end():
+    """gpt-oss ends it with another token: it is closed already, and later text is the same."""
     _, text = of("gpt_oss")
     question = Message(USER, "And now?").as_template()
     _, said = whole(text, Message(ASSISTANT, "It does.").as_template(), question)
@@ -247,7 +247,7 @@ def test_a_last_answer_that_is_written_in_another_way():
 
 
 class Rambler:
-    """A model that says anything that a grammar allows, and likes to close what it opened."""
+    """A model with random answers of a grammar, which tends to close what it opened."""
 
     def __init__(self, text, family):
         tokenizer = text._tokenizer
@@ -257,7 +257,7 @@ class Rambler:
         self._closing = np.array([said in ('"', "}", "]", '"}', ",", ":") for said in texts])
 
     def answer(self, grammar, seed):
-        """The tokens of an answer, without the one that ends it."""
+        """Return an answer's tokens, without the one that ends it."""
         rng = np.random.default_rng(seed)
         matcher = self.grammars.compile(grammar)
         said = []
@@ -274,8 +274,8 @@ class Rambler:
 
 
 @families
-def test_an_answer_that_has_to_call_does(name):
-    """Exactly once, a tool that was offered, with arguments that its schema allows."""
+def test_a_forced_answer_is_one_call(name):
+    """Of an offered tool, with arguments that are valid for its schema."""
     family, text = of(name)
     rambler = Rambler(text, family)
     names = set()
@@ -295,11 +295,11 @@ def test_an_answer_that_has_to_call_does(name):
     (call,) = read_whole(text.tool_format.reader({"time-now"}, None), text.decode(only)).calls
     assert call.name == "time-now"
     assert as_it_comes(text, [TIME], only) == [call]
-    assert bool(text.heads_of_calls(["a", "b"])) == (name != "hermes")  # that has the name last
+    assert bool(text.heads_of_calls(["a", "b"])) == (name != "hermes")  # which has the name last
 
 
 def as_it_comes(text, tools, token_ids):
-    """The calls of an answer that has to be one, read character by character."""
+    """Return the calls of a forced answer, read character by character."""
     names = [tool.name for tool in tools]
     otherwise = text.tool_format.reader(set(names), None)
     reader = ForcedReader(text.heads_of_calls(names), otherwise)
@@ -307,20 +307,20 @@ def as_it_comes(text, tools, token_ids):
     return list(collect_answer([*parts, *reader.end()]).calls)
 
 
-def test_a_call_that_has_to_be_holds_no_endless_blanks():
+def test_a_forced_call_has_no_endless_blanks():
     """Small models would write nothing else."""
     _, text = of("qwen")
     assert '"whitespace_flexible": false' in text.grammar_of_call([TIME]).source
 
 
 def test_ids_of_calls_are_short():
-    """The same for the same call, and another for another."""
+    """They are the same for the same call, and differ otherwise."""
     assert len(short_id("call_one")) == 9
     assert short_id("call_one") == short_id("call_one") != short_id("call_two")
 
 
-def test_a_template_that_fails_at_calls_is_given_texts():
-    """Also one that forgets what was returned, or writes what came before in another way."""
+def test_a_template_that_fails_with_calls_gets_text():
+    """Also one that omits results, or changes earlier messages."""
 
     def forgets(messages, tools=(), *, is_prompt):
         del tools, is_prompt

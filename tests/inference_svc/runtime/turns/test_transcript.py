@@ -1,4 +1,4 @@
-"""Transcripts on disk: durable, serialised, bounded in memory, one owner."""
+"""Transcripts on disk: durable, serialised, bounded in memory, with one owner."""
 
 import asyncio
 import fcntl
@@ -50,7 +50,7 @@ async def append(store, key, *turns):
         await store.append(key, record(turn), is_final=False)
 
 
-async def test_what_is_appended_is_there_for_the_next_process(tmp_path):
+async def test_appended_turns_are_durable(tmp_path):
     """Another store on the same directory finds every acknowledged turn."""
     await append(TranscriptStore(tmp_path), KEY, 0, 1)
     found = await TranscriptStore(tmp_path).get(KEY)
@@ -58,7 +58,7 @@ async def test_what_is_appended_is_there_for_the_next_process(tmp_path):
 
 
 async def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
-    """After a crash in the middle of a write, appending goes on behind the last good turn."""
+    """After a crash during a write, appending continues behind the last complete turn."""
     await append(TranscriptStore(tmp_path), KEY, 0)
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes() + b'0badc0de {"turn": {"tur')
@@ -82,8 +82,8 @@ async def test_a_torn_file_that_cannot_be_cut_is_not_used(tmp_path):
     os.close(torn)
 
 
-async def test_a_new_session_leaves_no_descriptor_behind(tmp_path):
-    """That its name is durable takes the directory's, for a moment."""
+async def test_a_new_session_leaves_no_open_descriptor(tmp_path):
+    """The directory's is needed for a moment, to make the name durable."""
     store = TranscriptStore(tmp_path)
     before = psutil.Process().num_fds()
     await append(store, KEY, 0)
@@ -92,7 +92,7 @@ async def test_a_new_session_leaves_no_descriptor_behind(tmp_path):
 
 
 async def test_a_file_torn_in_its_header_is_a_new_session(tmp_path):
-    """Nothing was acknowledged yet, so nothing is lost."""
+    """No turn was acknowledged yet, so nothing is lost."""
     await append(TranscriptStore(tmp_path), KEY, 0)
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes()[:10])
@@ -109,7 +109,7 @@ async def test_an_ended_session_stays_ended(tmp_path):
 
 
 async def test_fork_copies_the_first_turns_and_refuses_an_existing_id(tmp_path):
-    """A fork is a session of its own from then on."""
+    """A fork is independent from then on."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0, 1)
     forked = await store.fork(KEY, "s2", 1)
@@ -124,7 +124,7 @@ async def test_fork_copies_the_first_turns_and_refuses_an_existing_id(tmp_path):
 
 
 async def test_an_end_is_recorded_once(tmp_path):
-    """It survives a restart; a session that nobody knows cannot end."""
+    """It survives a restart; an unknown session cannot end."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     await store.end(KEY)
@@ -136,8 +136,8 @@ async def test_an_end_is_recorded_once(tmp_path):
         await store.end(KEY._replace(session_id="nobody"))
 
 
-async def test_delete_removes_the_session_for_good(tmp_path):
-    """Neither memory nor disk knows it afterwards; its id can be used again."""
+async def test_a_deleted_session_is_removed_completely(tmp_path):
+    """From memory and disk; its id can be used again."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     await store.delete(KEY)
@@ -148,7 +148,7 @@ async def test_delete_removes_the_session_for_good(tmp_path):
     await append(store, KEY, 0)
 
 
-async def test_a_session_whose_file_somebody_has_removed_can_be_deleted(tmp_path):
+async def test_a_session_whose_file_was_removed_can_be_deleted(tmp_path):
     """Then nothing is left of it."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
@@ -157,8 +157,8 @@ async def test_a_session_whose_file_somebody_has_removed_can_be_deleted(tmp_path
     assert await store.find(KEY) is None
 
 
-async def test_a_session_that_cannot_be_removed_stays_one(tmp_path):
-    """Whoever wants it gone hears of it; it counts as it did."""
+async def test_a_session_that_cannot_be_removed_stays(tmp_path):
+    """The caller gets the error; the session still counts."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     TranscriptFiles(tmp_path).path(KEY).unlink()
@@ -172,8 +172,8 @@ async def test_a_session_that_cannot_be_removed_stays_one(tmp_path):
     assert store.trouble.errors.counts == {("write",): 1, ("read",): 1}
 
 
-async def test_what_is_whole_is_read_once_and_left_alone(tmp_path):
-    """Nothing is cut off it, and nothing is said of that."""
+async def test_a_complete_file_is_read_once_and_not_changed(tmp_path):
+    """Nothing is cut or logged."""
     await append(TranscriptStore(tmp_path), KEY, 0)
     store = TranscriptStore(tmp_path)
     with capture_logs() as lines:
@@ -184,7 +184,7 @@ async def test_what_is_whole_is_read_once_and_left_alone(tmp_path):
 
 @pytest.mark.parametrize(("most_tokens", "num_sessions"), [(1, 1), (9, 1), (10, 2), (14, 2)])
 async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
-    """Sessions of five tokens beyond the bound leave memory and are read again; one may stay."""
+    """Sessions beyond the limit of five tokens leave memory and are read again; one may stay."""
     store = TranscriptStore(tmp_path, max_cached_tokens=most_tokens)
     keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
     for key in keys:
@@ -193,8 +193,8 @@ async def test_the_cache_is_bounded(tmp_path, most_tokens, num_sessions):
     assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
 
 
-async def test_the_session_that_was_used_last_stays_in_memory(tmp_path):
-    """Read or written: the other one leaves when a third one comes."""
+async def test_the_most_recently_used_session_stays_in_memory(tmp_path):
+    """A read or a write is a use: the other one leaves when a third one comes."""
     store = TranscriptStore(tmp_path, max_cached_tokens=12)
     first, second, third = (KEY._replace(session_id=name) for name in ("1", "2", "3"))
     await append(store, first, 0)
@@ -217,8 +217,8 @@ async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
     assert len((await store.get(KEY)).turns) == 2
 
 
-async def test_a_failed_write_leaves_the_session_as_it_was(tmp_path):
-    """When the directory is gone nothing is recorded, and the caller gets an error."""
+async def test_a_failed_write_does_not_change_the_session(tmp_path):
+    """The directory is gone: nothing is recorded, and the caller gets an error."""
     store = TranscriptStore(tmp_path / "gone")
     with pytest.raises(TranscriptUnavailableError):
         await append(store, KEY, 0)
@@ -227,7 +227,7 @@ async def test_a_failed_write_leaves_the_session_as_it_was(tmp_path):
 
 @contextmanager
 def no_file_above(num_bytes):
-    """Writing beyond a size fails, as it does on a full disk."""
+    """Make writing beyond a size fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -236,12 +236,15 @@ def no_file_above(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-LIMIT_BYTES = 200_000  # what is captured of the tests themselves is less
-LONG_TOKENS = 100_000  # whose record is more
+LIMIT_BYTES = 200_000  # captured output of the tests is smaller
+LONG_TOKENS = 100_000  # with a larger record
 
 
-async def test_without_room_nothing_is_left_behind(tmp_path):
-    """Neither an empty file nor a session; the client learns when to come back, the log where."""
+async def test_a_write_without_room_leaves_nothing(tmp_path):
+    """Neither an empty file nor a session.
+
+    The client gets a time to retry at, the log the place.
+    """
     store = TranscriptStore(tmp_path)
     store.trouble._lines = LineAllowance(per_s=1, clock_s=lambda: 0.0)
     with no_file_above(LIMIT_BYTES), capture_logs() as lines:
@@ -251,7 +254,7 @@ async def test_without_room_nothing_is_left_behind(tmp_path):
         assert refused.value.retry_after_s == RETRY_S
         assert refused.value.retryable
         with pytest.raises(TranscriptDiskFullError):
-            await store.fork(await opened(store), "s3", 2)
+            await store.fork(await open_long_session(store), "s3", 2)
     assert [path.name for path in tmp_path.iterdir()] == [
         TranscriptFiles(tmp_path).path(OPENED).name
     ]
@@ -268,16 +271,16 @@ OPENED = KEY._replace(session_id="opened")
 LONG = record(0, LONG_TOKENS)
 
 
-async def opened(store):
-    """A session whose only turn is nearly as long as the limit: a second one is too much."""
+async def open_long_session(store):
+    """Make a session whose only turn is nearly as long as the limit: a second one is too much."""
     await store.append(OPENED, record(0, 30_000), is_final=False)
     longer = store.local.cache.get(OPENED).with_turn(record(1, LONG_TOKENS), is_final=False)
     store.local.cache.keep(OPENED, longer)
     return OPENED
 
 
-async def test_sessions_that_are_there_go_on_as_far_as_they_can(tmp_path):
-    """One that is refused is as it was, and shorter turns of it are recorded."""
+async def test_existing_sessions_continue_while_their_records_fit(tmp_path):
+    """A refused one does not change, and shorter turns of it are recorded."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     with no_file_above(LIMIT_BYTES):
@@ -288,8 +291,8 @@ async def test_sessions_that_are_there_go_on_as_far_as_they_can(tmp_path):
     assert [turn.request_id for turn in found.turns] == ["r0", "r1"]
 
 
-async def test_no_session_is_opened_until_there_is_room(tmp_path):
-    """It is tried anew each time, before anything is computed, and leaves nothing behind."""
+async def test_no_session_is_opened_without_room(tmp_path):
+    """Each time it is tried again, before anything is computed, and leaves nothing."""
     store = TranscriptStore(tmp_path)
     await store.trouble.check_room()
     with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
@@ -300,12 +303,12 @@ async def test_no_session_is_opened_until_there_is_room(tmp_path):
                 await store.trouble.check_room()
     await store.trouble.check_room()
     with no_file_above(PROBE_BYTES - 1):
-        await store.trouble.check_room()  # there was room a moment ago: nothing is tried
+        await store.trouble.check_room()  # there was room a moment ago: no write is tried
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_session_that_was_opened_shows_that_there_is_room(tmp_path):
-    """Nothing else is tried then; one that goes on shows little, its file may have had some."""
+async def test_a_new_session_shows_that_there_is_room(tmp_path):
+    """No test write follows; an old session shows little, as its file may have had room."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
@@ -318,8 +321,8 @@ async def test_a_session_that_was_opened_shows_that_there_is_room(tmp_path):
         await store.trouble.check_room()
 
 
-async def test_room_is_found_on_the_disk_itself(tmp_path, monkeypatch):
-    """What is only promised may be refused later: all of what is tried is synced."""
+async def test_room_is_tested_on_the_disk_itself(tmp_path, monkeypatch):
+    """Delayed allocation may fail later: the test write is synced."""
     store = TranscriptStore(tmp_path)
     with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
         await store.append(KEY, LONG, is_final=False)
@@ -329,8 +332,8 @@ async def test_room_is_found_on_the_disk_itself(tmp_path, monkeypatch):
     assert synced == [PROBE_BYTES]
 
 
-async def test_why_nothing_can_be_made_is_said(tmp_path):
-    """It is not that there is nothing to remove of it."""
+async def test_the_error_of_a_failed_creation_is_reported(tmp_path):
+    """Not that of removing a file that does not exist."""
     store = TranscriptStore(tmp_path)
     with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
         await store.append(KEY, LONG, is_final=False)
@@ -343,7 +346,7 @@ async def test_why_nothing_can_be_made_is_said(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
+async def test_empty_files_of_a_crash_are_removed_at_the_start(tmp_path):
     """They are no sessions."""
     await append(TranscriptStore(tmp_path), KEY, 0)
     (tmp_path / "empty.jsonl").touch()
@@ -355,7 +358,7 @@ async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
 
 async def test_one_directory_has_one_owner(tmp_path):
     """A second service on the same directory is refused, until the first one closes."""
-    directory = tmp_path / "state" / "sessions"  # which are made
+    directory = tmp_path / "state" / "sessions"  # which are created
     first, second = TranscriptStore(directory), TranscriptStore(directory)
     first.open()
     with pytest.raises(TranscriptError, match="another service uses the transcript directory"):
@@ -363,12 +366,12 @@ async def test_one_directory_has_one_owner(tmp_path):
     first.close()
     second.open()
     second.close()
-    second.close()  # by whoever cleans up after a start that failed
+    second.close()  # by code that cleans up after a failed start
 
 
 @pytest.mark.parametrize("open_to_all", [".", "sessions"])
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path, open_to_all):
-    """They could put other transcripts in the place of these."""
+    """They could replace the transcripts."""
     directory = tmp_path / "sessions"
     directory.mkdir(mode=0o700)
     (tmp_path / open_to_all).chmod(0o777)
@@ -380,8 +383,8 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path, open_to_all):
     store.close()
 
 
-async def test_what_is_made_is_for_no_other_user(tmp_path):
-    """Neither the directory nor its lock, whatever this process would give away."""
+async def test_created_files_are_private(tmp_path):
+    """The directory and its lock, whatever this process's umask is."""
     before = os.umask(0)
     try:
         store = TranscriptStore(tmp_path / "made")
@@ -394,14 +397,14 @@ async def test_what_is_made_is_for_no_other_user(tmp_path):
     assert lock.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
-    """A file where the directory should be: the error names it."""
+async def test_a_directory_that_cannot_be_created_is_refused(tmp_path):
+    """A file is in its place: the error names it."""
     (tmp_path / "file").touch()
     with pytest.raises(TranscriptError, match="file"):
         TranscriptStore(tmp_path / "file" / "sessions").open()
 
 
-async def test_tenants_and_models_do_not_meet(tmp_path):
+async def test_tenants_and_models_are_separate(tmp_path):
     """The same session id of another tenant or model is another session."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
@@ -410,14 +413,14 @@ async def test_tenants_and_models_do_not_meet(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_sessions_file_has_the_same_name_in_every_release(tmp_path):
-    """Or none that is there would be found any more."""
+def test_the_name_of_a_sessions_file_never_changes(tmp_path):
+    """Otherwise existing sessions would not be found."""
     key = SessionKey("acme", "0" * 32, "s")
     assert TranscriptFiles(tmp_path).path(key).name == "653f6cf6fa528fd98fad80860864cb5d.jsonl"
 
 
-async def test_a_discard_is_there_for_the_next_process(tmp_path):
-    """Between turns, in its place; a session that does not exist has none."""
+async def test_a_discard_is_durable(tmp_path):
+    """Between turns, in its place; an unknown session has none."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     after = await store.discard(KEY, Discard(((0, 2),), 0, CLIENT))
@@ -430,8 +433,8 @@ async def test_a_discard_is_there_for_the_next_process(tmp_path):
         await store.discard(KEY._replace(session_id="nobody"), Discard(((0, 2),), 0, CLIENT))
 
 
-async def test_names_are_durable_too(tmp_path, monkeypatch):
-    """A new session's file and its name are synced, then the file alone; a deleted one's name."""
+async def test_names_are_durable(tmp_path, monkeypatch):
+    """A new session's file and its name are synced, later only the file; a deleted one's name."""
     synced, fsync, num_bytes = [], os.fsync, [0]
 
     def watched(descriptor):
@@ -452,8 +455,8 @@ async def test_names_are_durable_too(tmp_path, monkeypatch):
     assert synced == [file, directory, file, directory]
 
 
-async def test_a_write_that_is_given_up_leaves_nothing_stale(tmp_path, monkeypatch):
-    """What the file has then is read from it: the line may be there, or not."""
+async def test_an_abandoned_write_leaves_no_stale_copy(tmp_path, monkeypatch):
+    """The file is read again: it may have the line, or not."""
     store = TranscriptStore(tmp_path)
     await append(store, KEY, 0)
     syncing, may_sync = threading.Event(), threading.Event()

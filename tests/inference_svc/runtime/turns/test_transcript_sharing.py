@@ -40,11 +40,11 @@ BROKEN = Odds(fails=1.0)
 
 
 class Servers:
-    """Services that share a store in memory, by their numbers; each is begun when it is asked for.
+    """Services that share a store in memory, by number; each is created at its first use.
 
     Attributes:
         blobs: the store.
-        sealers: of services, by their numbers; each takes its own when it is begun.
+        sealers: of services, by their numbers; each gets its own when it is created.
     """
 
     def __init__(self, directory):
@@ -76,7 +76,7 @@ class Servers:
         self.blobs.odds = Odds()
 
     async def turn(self, number, key=KEY, history="", **how):
-        """The next turn of a session, as one service has it; returns how many there are."""
+        """Add the next turn to a session at one service; return the number of turns."""
         store = self[number]
         await store.refresh(key)
         found = await store.find(key)
@@ -85,11 +85,11 @@ class Servers:
         return len((await store.append(key, turn, is_final=False, **how)).turns)
 
     async def found(self, number, *histories):
-        """Which sessions some histories are of, as one service finds them."""
+        """Return the sessions of some histories, as one service finds them."""
         return await self[number].sharing.histories.find("default", histories)
 
     async def turns(self, number, key=KEY):
-        """How many turns a service has of a session, with those of the others."""
+        """Return the number of a session's turns at a service, with those of the others."""
         await self[number].refresh(key)
         found = await self[number].find(key)
         return len(found.turns) if found else None
@@ -103,8 +103,8 @@ def servers(tmp_path):
         servers.restart(number)
 
 
-async def test_a_session_goes_on_anywhere(servers):
-    """Whoever has the next turn has all that were before, and counts the session as its own."""
+async def test_a_session_continues_anywhere(servers):
+    """The service with the next turn has all earlier ones, and counts the session as its own."""
     assert [await servers.turn(number) for number in (0, 1, 1, 0, 2)] == [1, 2, 3, 4, 5]
     files = [servers.directory / str(number) / "" for number in range(3)]
     assert [servers[number].local.num_sessions("default") for number in range(3)] == [1, 1, 1]
@@ -113,8 +113,8 @@ async def test_a_session_goes_on_anywhere(servers):
     assert len(contents) == 1
 
 
-async def test_what_another_has_added_stands(servers):
-    """A turn that was computed over less is refused, and its session is then what it is."""
+async def test_a_conflicting_turn_is_refused(servers):
+    """It was computed with fewer turns; its session is then updated."""
     await servers.turn(0)
     await servers.turn(1)
     with pytest.raises(SessionMovedError, match="submit the turn again"):
@@ -123,8 +123,8 @@ async def test_what_another_has_added_stands(servers):
     assert await servers.turn(0) == 3
 
 
-async def test_a_turn_that_ends_after_its_session_was_read_anew_is_refused(servers):
-    """Somebody has looked at the session meanwhile: it is longer here, too."""
+async def test_a_turn_that_ends_after_its_session_was_updated_is_refused(servers):
+    """Another call has read the session meanwhile: it is longer here, too."""
     await servers.turn(0)
     await servers.turn(1)
     assert await servers.turns(0) == 2
@@ -132,7 +132,7 @@ async def test_a_turn_that_ends_after_its_session_was_read_anew_is_refused(serve
         await servers[0].append(KEY, record(1), is_final=False)
 
 
-async def test_a_discard_of_what_has_changed_is_refused(servers, monkeypatch):
+async def test_a_discard_of_a_changed_session_is_refused(servers, monkeypatch):
     """Its positions are of another context."""
     await servers.turn(0)
     await servers.turn(1)
@@ -149,7 +149,7 @@ async def test_a_discard_of_what_has_changed_is_refused(servers, monkeypatch):
 
 
 async def test_discards_ends_and_forks_are_shared(servers):
-    """They are lines of the file as turns are."""
+    """They are lines of the file like turns."""
     await servers.turn(0)
     await servers[0].discard(KEY, Discard(((0, 1),), reason=CLIENT))
     await servers[0].fork(KEY, OTHER.session_id, 1)
@@ -162,8 +162,8 @@ async def test_discards_ends_and_forks_are_shared(servers):
     assert await servers.turns(0, OTHER) == 2
 
 
-async def test_a_silent_store_costs_no_turn(servers):
-    """What it lacks is known, also to the next process, and gets there later."""
+async def test_a_silent_store_fails_no_turn(servers):
+    """The missing turns are recorded, also for the next process, and sent later."""
     await servers.turn(0)
     servers.fail()
     assert await servers.turn(0) == 2
@@ -180,8 +180,8 @@ async def test_a_silent_store_costs_no_turn(servers):
     assert servers[0].sharing.behind == []
 
 
-async def test_the_next_turn_brings_what_the_store_lacks(servers):
-    """All of it: a value is the whole file."""
+async def test_the_next_turn_sends_missing_ones(servers):
+    """All of them: a value is the whole file."""
     servers.fail()
     await servers.turn(0)
     servers.mend()
@@ -190,8 +190,8 @@ async def test_the_next_turn_brings_what_the_store_lacks(servers):
     assert await servers.turns(1) == 2
 
 
-async def test_two_that_went_on_apart_are_told_apart(servers):
-    """The store's counts; the other one is kept beside it, and said to be."""
+async def test_two_diverged_versions_are_both_kept(servers):
+    """The store's counts; the other one is stored beside it, and logged."""
     await servers.turn(0)
     await servers.turns(1)
     servers.fail()
@@ -207,8 +207,8 @@ async def test_two_that_went_on_apart_are_told_apart(servers):
     assert aside.read_bytes() == mine
 
 
-async def test_what_nobody_knows_is_not_begun_anew(servers):
-    """A session that is not here may be elsewhere; one that is here goes on."""
+async def test_a_session_that_may_exist_elsewhere_is_not_started_over(servers):
+    """An unknown one may be elsewhere; a local one continues."""
     await servers.turn(0)
     await servers.turn(1, OTHER)
     servers.fail()
@@ -219,8 +219,8 @@ async def test_what_nobody_knows_is_not_begun_anew(servers):
     assert await servers[1].find(KEY) is None
 
 
-async def test_what_is_deleted_is_deleted_everywhere(servers):
-    """Where it lies as a file it goes when it is asked for, or when somebody tidies up."""
+async def test_a_deleted_session_is_deleted_everywhere(servers):
+    """A local file goes when it is requested, or by a cleanup."""
     for key in (KEY, OTHER):
         await servers.turn(0, key)
         await servers.turn(1, key)
@@ -244,8 +244,8 @@ async def test_nothing_is_deleted_while_the_store_is_silent(servers):
     assert await servers.turns(0) == 1
 
 
-async def test_sessions_that_no_client_names_stay_here(servers):
-    """Until one does."""
+async def test_unnamed_sessions_stay_local(servers):
+    """Until a client names them."""
     assert await servers.turn(0, is_local=True) == 1
     assert await servers.turn(0, is_local=True) == 2
     await servers[0].fork(KEY, OTHER.session_id, 1)
@@ -259,7 +259,7 @@ async def test_sessions_that_no_client_names_stay_here(servers):
 
 
 async def test_histories_lead_to_sessions(servers):
-    """Once the store has the turn; the one that was there last counts, and no other tenant's."""
+    """Once the store has the turn; the last session counts, and no other tenant's."""
     await servers.turn(0, history="a")
     await servers.turn(1, history="b")
     assert await servers.found(2, "a", "b", "c") == {"a": "s1", "b": "s1"}
@@ -271,22 +271,22 @@ async def test_histories_lead_to_sessions(servers):
     assert await servers.found(1, "a", "b", "d") == {"a": "s2", "b": "s1"}
 
 
-async def test_a_history_comes_with_what_was_behind(servers):
-    """Not before: what the store says of a history, its transcript has."""
+async def test_a_history_is_shared_after_its_transcript(servers):
+    """Its transcript has everything that the store says of a history."""
     servers.fail()
     for history in ("a", "b"):
         await servers.turn(0, history=history)
     with pytest.raises(StoreSilentError, match=r"cannot be used: the object store failed at .*"):
         await servers.found(0, "a")
     servers.mend()
-    await servers[0].sharing.histories.keep(KEY, "z")  # somebody finds out that it is back
+    await servers[0].sharing.histories.keep(KEY, "z")  # a call finds that it is back
     assert await servers.found(1, "a", "b") == {}
     await servers[0].catch_up()
     assert await servers.found(1, "a", "b") == {"b": "s1"}
 
 
-async def test_histories_go_with_their_session(servers):
-    """Not those that another one has, too, and has noted since."""
+async def test_histories_are_deleted_with_their_session(servers):
+    """Not those that another session has, too, and has recorded since."""
     for key, histories in ((KEY, "abc"), (OTHER, "c")):
         for history in histories:
             await servers.turn(0, key, history=history)
@@ -296,8 +296,8 @@ async def test_histories_go_with_their_session(servers):
     assert not [name for name in servers.blobs.blobs if "histories" in name]
 
 
-async def test_a_turn_that_was_overtaken_is_in_a_session_of_its_own(servers):
-    """Which begins as the other one did, and is found by its own history."""
+async def test_an_overtaken_turn_gets_a_session_of_its_own(servers):
+    """It begins like the other one, and is found by its own history."""
     await servers.turn(0, history="a")
     before = await servers[0].get(KEY)
     await servers.turn(1, history="b")
@@ -314,14 +314,14 @@ async def test_a_turn_that_was_overtaken_is_in_a_session_of_its_own(servers):
     assert await servers.turns(0) == 2
 
 
-async def test_an_overtaken_turn_of_what_is_local_is_local(servers):
+async def test_an_overtaken_turn_of_a_local_session_stays_local(servers):
     await servers.turn(0, is_local=True)
     await servers[0].fork_with(await servers[0].get(KEY), record(1), "s3", is_local=True)
     assert not [name for name in servers.blobs.blobs if "transcripts" in name]
 
 
-async def test_a_fork_may_stay_here_until_its_next_turn(servers):
-    """It may never come."""
+async def test_a_fork_may_stay_local_until_its_next_turn(servers):
+    """There may never be one."""
     await servers.turn(0)
     num_blobs = len(servers.blobs.blobs)
     await servers[0].fork(KEY, OTHER.session_id, 1, is_local=True)
@@ -333,8 +333,10 @@ async def test_a_fork_may_stay_here_until_its_next_turn(servers):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("is_overtaken", [False, True])
-async def test_what_is_let_go_stays_where_another_goes_on_with_it(servers, restarts, is_overtaken):
-    """Also if the service that lets it go knows its file alone."""
+async def test_a_released_session_stays_where_another_service_continues_it(
+    servers, restarts, is_overtaken
+):
+    """Also if the releasing service only has its file."""
     await servers.turn(0, history="a")
     assert await servers.turns(1) == 1
     if is_overtaken:
@@ -348,8 +350,8 @@ async def test_what_is_let_go_stays_where_another_goes_on_with_it(servers, resta
     assert await servers.found(2, *"ab") == ({"a": "s1", "b": "s1"} if is_overtaken else {})
 
 
-async def test_what_is_let_go_while_the_store_is_silent_goes_here_alone(servers):
-    """Nobody knows who has gone on with it; nothing stays behind."""
+async def test_a_session_released_while_the_store_is_silent_is_removed_locally(servers):
+    """Another service may have continued it; no file is left here."""
     await servers.turn(0)
     servers.fail()
     await servers.turn(0)
@@ -359,15 +361,15 @@ async def test_what_is_let_go_while_the_store_is_silent_goes_here_alone(servers)
     assert await servers.turns(1) == 1
 
 
-async def test_what_the_store_never_had_is_let_go_for_good(servers):
-    """Without a trace there."""
+async def test_a_session_that_was_never_shared_is_removed_completely(servers):
+    """The store has no trace of it."""
     await servers.turn(0, is_local=True)
     servers.restart(0)
     assert await servers[0].release(KEY)
     assert not [name for name in servers.blobs.blobs if "transcripts" in name]
 
 
-async def test_what_another_has_deleted_is_let_go_for_good(servers):
+async def test_a_session_deleted_elsewhere_is_removed_completely(servers):
     await servers.turn(0)
     await servers.turns(1)
     await servers[1].delete(KEY)
@@ -375,8 +377,8 @@ async def test_what_another_has_deleted_is_let_go_for_good(servers):
     assert await servers[0].release(KEY)
 
 
-async def test_what_is_damaged_is_not_used_and_can_be_deleted(servers):
-    """Nobody guesses what was said."""
+async def test_a_damaged_session_is_not_used_and_can_be_deleted(servers):
+    """Its contents are not guessed."""
     await servers.turn(0)
     (name,) = (name for name in servers.blobs.blobs if "transcripts" in name)
     data, stored_s = servers.blobs.blobs[name]
@@ -390,8 +392,8 @@ async def test_what_is_damaged_is_not_used_and_can_be_deleted(servers):
         await servers[1].get(KEY)
 
 
-async def test_another_sessions_transcript_is_not_taken(servers):
-    """Though it lies where this one's should."""
+async def test_another_sessions_transcript_is_not_used(servers):
+    """It is in this one's place."""
     await servers.turn(0, OTHER)
     view = View(servers.blobs, is_calm=True)
     register_of(view, KEY).replace(NOTHING, register_of(view, OTHER).read().data)
@@ -399,8 +401,8 @@ async def test_another_sessions_transcript_is_not_taken(servers):
         await servers.turns(1)
 
 
-async def test_a_disk_that_is_full_loses_nothing_of_what_is_shared(servers):
-    """The turn is in the store: it is read from there."""
+async def test_a_full_disk_loses_no_shared_turn(servers):
+    """The turn is in the store, and is read from there."""
     await servers.turn(0)
     store = servers[0]
     files = store.local.files
@@ -411,8 +413,8 @@ async def test_a_disk_that_is_full_loses_nothing_of_what_is_shared(servers):
     assert await servers.turns(0) == 2
 
 
-async def test_a_store_that_hangs_is_left_alone(tmp_path):
-    """Nobody waits for it longer than a deadline, and then for a while not at all."""
+async def test_a_hanging_store_is_not_used_for_a_while(tmp_path):
+    """A call waits until its deadline, and then for a while not at all."""
     hangs, blobs = threading.Event(), FaultyStore(Random(1))  # noqa: S311
     blobs.meanwhile = hangs.wait
     backoff = Backoff(Random(1), first_s=1000.0)  # noqa: S311
@@ -456,8 +458,8 @@ def there(data):
         (b"abc", there(b"abd"), Verdict.DIVERGED, Verdict.DIVERGED),
     ],
 )
-def test_what_becomes_of_a_file(here, shared, verdict, behind):
-    """Files only grow: the longer one has what the shorter one has, or they are two."""
+def test_merging_two_files(here, shared, verdict, behind):
+    """Files only grow: the longer one contains the shorter one, or they have diverged."""
     assert verdict_on(here, shared, is_behind=False) is verdict
     assert verdict_on(here, shared, is_behind=True) is behind
 
@@ -465,24 +467,24 @@ def test_what_becomes_of_a_file(here, shared, verdict, behind):
 # ------------------------------------------------------------------------------------------ sealed
 
 
-def stored(servers):
-    """What there is in the store of the session's transcript."""
+def stored_transcript(servers):
+    """Return the store's value of the session's transcript."""
     (name,) = register_of(View(servers.blobs), KEY).look().names
     return View(servers.blobs).get(name)
 
 
-async def test_what_was_said_before_there_was_a_key_is_sealed_with_the_next_turn(servers):
-    """Once with a key all of it is: a version is the whole transcript."""
+async def test_plain_turns_are_sealed_with_the_next_one(servers):
+    """Once there is a key: a version is the whole transcript."""
     servers.sealers[1] = servers.sealers[2] = Sealer([new_key()])
     assert [await servers.turn(0), await servers.turn(1)] == [1, 2]
-    assert MARK in stored(servers)
+    assert MARK in stored_transcript(servers)
     assert [await servers.turn(2), await servers.turn(1)] == [3, 4]
     with pytest.raises(TranscriptSealedError, match=r"remote\.old_key_files"):
         await servers.turn(0)
 
 
 async def test_a_key_is_changed_while_services_run(servers):
-    """Each is given the new key to open with before the first seals with it."""
+    """Each can open with the new key before the first seals with it."""
     old, new = new_key(), new_key()
     servers.sealers[0] = servers.sealers[1] = Sealer([old, new])
     assert [await servers.turn(0), await servers.turn(1)] == [1, 2]
@@ -493,39 +495,41 @@ async def test_a_key_is_changed_while_services_run(servers):
     assert await servers.turn(2) == 6
 
 
-async def test_a_deleted_session_is_so_for_those_without_the_key(servers):
-    """Its mark says nothing; kvd's sweep knows it by its size."""
+async def test_a_deleted_session_is_recognised_without_the_key(servers):
+    """kvd's sweep knows the mark by its size."""
     servers.sealers[1] = Sealer([new_key()])
     await servers.turn(0)
     await servers.turn(1)
     await servers[1].delete(KEY)
-    assert len(stored(servers)) == DELETED_BYTES
+    assert len(stored_transcript(servers)) == DELETED_BYTES
     assert await servers.turns(0) is None
 
 
-async def test_a_sealed_transcript_is_its_sessions_alone(servers):
-    """One that was put in another's place is damage, and nobody is shown it."""
+async def test_a_sealed_transcript_belongs_to_its_session(servers):
+    """In another's place it is damage, and is not shown."""
     servers.sealers[0] = servers.sealers[1] = Sealer([new_key()])
     await servers.turn(0)
-    View(servers.blobs).put(register_of(View(servers.blobs), OTHER).name_of(1), stored(servers))
+    View(servers.blobs).put(
+        register_of(View(servers.blobs), OTHER).name_of(1), stored_transcript(servers)
+    )
     with pytest.raises(TranscriptDamagedError):
         await servers.turn(1, OTHER)
 
 
-async def test_a_service_without_the_key_puts_nothing_over_what_is_sealed(servers):
-    """What it has added while the store was silent waits until it can be compared."""
+async def test_a_service_without_the_key_overwrites_nothing_sealed(servers):
+    """Its additions during the store's silence wait until they can be compared."""
     key = new_key()
     servers.sealers[1] = Sealer([key])
     await servers.turn(1)
-    there = stored(servers)
+    there = stored_transcript(servers)
     servers.fail()
     assert await servers.turn(0) == 1
     servers.mend()
     await servers[0].catch_up()
     assert servers[0].sharing.behind == [KEY]
-    assert stored(servers) == there
+    assert stored_transcript(servers) == there
     servers.restart(0)
     servers.sealers[0] = Sealer([key])
     await servers[0].catch_up()
     assert not servers[0].sharing.behind
-    assert stored(servers) == there, "the first that came there counts"
+    assert stored_transcript(servers) == there, "the first that came there counts"

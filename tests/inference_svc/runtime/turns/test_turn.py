@@ -1,4 +1,4 @@
-"""A turn under way: its deadline, and its wait for the session."""
+"""A running turn: its deadline, and its wait for the session."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ def turn(deadline_ns=None):
 @pytest.mark.parametrize(
     ("first", "second", "expected"), [(5, 9, 9), (9, 5, 9), (5, None, None), (None, 5, None)]
 )
-def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expected):
+def test_a_turn_has_the_latest_deadline_of_its_submissions(first, second, expected):
     """A repeat never shortens what another client was promised."""
     joined = turn(first)
     joined.extend_deadline(second)
@@ -55,8 +55,8 @@ async def test_a_turn_has_started_with_its_first_step():
     assert waiting.has_started
 
 
-async def test_nothing_comes_after_the_last_event():
-    """A load or a step of a turn that was cancelled may still be under way."""
+async def test_no_event_follows_the_last_one():
+    """A load or a step of a cancelled turn may still be running."""
     over = turn()
     last = Finished("cancelled", "", Usage(), 1)
     over.publish(last)
@@ -67,26 +67,26 @@ async def test_nothing_comes_after_the_last_event():
 
 
 async def test_a_turn_whose_session_is_free_does_not_wait():
-    """Even if its deadline has passed: the engine says so then."""
+    """Even after its deadline: the engine reports that."""
     free = turn(deadline_ns=1)
     free.may_run.set()
     assert await free.wait_for_session()
 
 
 async def test_a_turn_whose_deadline_has_passed_gives_up():
-    """It says so instead of waiting on."""
+    """It fails instead of waiting on."""
     assert not await turn(deadline_ns=1).wait_for_session()
 
 
 async def test_a_turn_waits_for_its_session_until_its_deadline():
-    """And no longer: nobody waits for its answer then."""
+    """No longer: no client waits for its answer then."""
     late = turn(time.monotonic_ns() + NS_PER_S // 100)
-    async with asyncio.timeout(60):  # else it would stand still
+    async with asyncio.timeout(60):  # otherwise it would make no progress
         assert not await late.wait_for_session()
 
 
 @pytest.mark.parametrize("deadline_ns", [None, FAR_NS])
-async def test_a_turn_waits_until_it_may_run(deadline_ns):
+async def test_a_turn_waits_for_earlier_turns_of_its_session(deadline_ns):
     """The session's turns before it end, and it goes."""
     waiting = turn(deadline_ns)
     task = asyncio.create_task(waiting.wait_for_session())
@@ -94,8 +94,8 @@ async def test_a_turn_waits_until_it_may_run(deadline_ns):
     assert await task
 
 
-async def test_a_deadline_that_moves_away_is_waited_for():
-    """A client that joins with more time keeps the turn alive past its first deadline."""
+async def test_an_extended_deadline_is_waited_for():
+    """A client with a later one keeps the turn alive past its first deadline."""
     waiting = turn(deadline_ns=time.monotonic_ns() + NS_PER_S // 2)
     loop = asyncio.get_running_loop()
     loop.call_soon(waiting.extend_deadline, FAR_NS)
@@ -104,15 +104,15 @@ async def test_a_deadline_that_moves_away_is_waited_for():
 
 
 async def test_a_cancelled_turn_stops_waiting():
-    """Cancellation is not taken for the deadline."""
+    """Cancellation is not mistaken for the deadline."""
     task = asyncio.create_task(turn(FAR_NS).wait_for_session())
     asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_turn_is_cancelled_while_it_is_under_way():
-    """Not before it has a task, nor when its result is settled or its log has ended."""
+async def test_only_a_running_turn_can_be_cancelled():
+    """Not before it has a task, nor when its result is final or its log has ended."""
     for end in ("", "is_settled", "close"):
         one = turn()
         assert not one.cancel(), "nobody computes it yet"
@@ -141,5 +141,5 @@ async def test_the_last_follower_that_leaves_cancels_a_turn():
 
 
 def test_a_turn_that_has_not_started_has_computed_nothing():
-    """So that its tenant is not charged for it."""
+    """Its tenant is not charged for it."""
     assert turn().computed_tokens == 0

@@ -1,4 +1,4 @@
-"""What turns give up: when their window is full, and by compression when they are over."""
+"""Tokens that turns drop: when their window is full, and by compression at their end."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from inference_svc.core.compression import make_compression
 from inference_svc.core.truncation import OverflowPolicy
 from tests.memory_engine import loaded_model
-from tests.turn_service import KEY, LIMITS, asked, serving, token_ids_of
+from tests.turn_service import KEY, LIMITS, make_turn, serving, token_ids_of
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,8 @@ def model(tiny_model):
     return loaded_model(tiny_model)
 
 
-async def test_a_full_window_makes_the_context_give_tokens_up(model, tmp_path):
-    """Before a turn; it is counted and recorded, and the turn goes on from what is left."""
+async def test_a_full_window_drops_tokens_before_a_turn(model, tmp_path):
+    """The discard is counted and recorded, and the turn continues with the rest."""
     limits = replace(LIMITS, window_tokens=64)
     async with serving(model, tmp_path, limits) as service:
         first = await service.run(range(20, 60))
@@ -31,8 +31,8 @@ async def test_a_full_window_makes_the_context_give_tokens_up(model, tmp_path):
         assert await service.counts("overflows", "dropped_tokens", "shifts") == (1, end, 1)
 
 
-async def test_an_answer_that_fills_the_window_gives_tokens_up_and_goes_on(model, tmp_path):
-    """Unless nothing may go: then it ends where the window does."""
+async def test_an_answer_that_fills_the_window_drops_tokens_and_continues(model, tmp_path):
+    """Unless nothing may be dropped: then it ends where the window does."""
     limits = replace(LIMITS, window_tokens=64)
     async with serving(model, tmp_path, limits) as service:
         usage = (await service.run(range(20, 60), 60))[-1].usage
@@ -43,7 +43,7 @@ async def test_an_answer_that_fills_the_window_gives_tokens_up_and_goes_on(model
             len((await service.transcript()).turns[0].discards),
             usage.dropped_tokens,
         )
-        rigid = asked(
+        rigid = make_turn(
             range(20, 60),
             60,
             key=KEY._replace(session_id="rigid"),
@@ -56,10 +56,8 @@ async def test_an_answer_that_fills_the_window_gives_tokens_up_and_goes_on(model
 
 
 @pytest.mark.parametrize("name", ["sinks_recent", "snapkv", "h2o"])
-async def test_a_compression_policy_gives_up_part_of_the_context_after_the_turn(
-    model, tmp_path, name
-):
-    """It is recorded and counted, and the next turn's history is what is left."""
+async def test_a_compression_policy_drops_tokens_after_the_turn(model, tmp_path, name):
+    """The discard is recorded and counted, and the rest is the next turn's history."""
     async with serving(model, tmp_path) as service:
         events = await service.run(range(20, 100), compression=make_compression(name, 0.5))
         usage = events[-1].usage
@@ -79,8 +77,8 @@ async def test_a_compression_policy_gives_up_part_of_the_context_after_the_turn(
         assert following.compressed_tokens == 0
 
 
-async def test_what_is_protected_stays_whatever_the_policy_says(model, tmp_path):
-    """The sinks that the turn's window keeps."""
+async def test_protected_tokens_survive_every_policy(model, tmp_path):
+    """The sinks of the turn's window."""
     async with serving(model, tmp_path) as service:
         compression = make_compression("snapkv", 0.1)
         overflow = OverflowPolicy(sink_tokens=20)
@@ -95,7 +93,7 @@ async def test_what_is_protected_stays_whatever_the_policy_says(model, tmp_path)
 async def test_short_contexts_and_final_turns_are_not_compressed(
     model, tmp_path, num_tokens, is_final, is_compressed
 ):
-    """It is not worth it; with its answer of 8 tokens the first one has as many as it takes."""
+    """It does not pay; with its answer of 8 tokens the first one has just enough."""
     async with serving(model, tmp_path) as service:
         compression = make_compression("sinks_recent", 0.5)
         fields = {"compression": compression, "is_final": is_final}

@@ -1,4 +1,4 @@
-"""A turn's prompt: its input, encoded for what is left of the context after room was made."""
+"""A turn's prompt: its input, encoded for the context that remains after making room."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.session_key import SessionKey
+from tests.argument_templates import EFFORTFUL, STYLED
 from tests.tokenizers import framing_texts, make_tokenizer
-from tests.told_templates import EFFORTFUL, STYLED
 from tests.tool_templates import FAMILIES, text_of, tokenizer_of
 
 WINDOW_TOKENS = 100
@@ -67,14 +67,14 @@ def question(text, *before):
 
 
 async def chat(prompts, tokenizer, *before):
-    """A context of one question and its answer, which did not end by itself."""
+    """Make a context of one question and its answer, which was cut."""
     prompt = await prompts.make(submission(question("What is a block?", *before)), Context())
     answer = tokenizer("It is kept in blocks. " * 3, add_special_tokens=False).input_ids
     return prompt.context.with_answer(answer)
 
 
-async def test_a_prediction_is_plain_text_of_an_answers_length_at_most(prompts, tokenizer):
-    """Names of control tokens are text in it, as in all that clients write."""
+async def test_a_prediction_is_plain_text_of_limited_length(prompts, tokenizer):
+    """At most the answer's length; names of control tokens are text in it, as everywhere."""
     given = replace(submission(question("Why?")), prediction="It is kept. <|end|>")
     predicted_ids = (await prompts.make(given, Context())).predicted_ids
     assert tokenizer.decode(predicted_ids) == "It is kept. <|end|>"
@@ -84,8 +84,8 @@ async def test_a_prediction_is_plain_text_of_an_answers_length_at_most(prompts, 
     assert not (await prompts.make(submission(question("Why?")), Context())).predicted_ids
 
 
-async def test_a_first_turn_knows_its_system_message(prompts, tokenizer):
-    """It stays when the next turns make room."""
+async def test_a_first_turn_records_its_system_message(prompts, tokenizer):
+    """It is kept when later turns make room."""
     context = await chat(prompts, tokenizer, SYSTEM)
     system = tokenizer.decode(context.token_ids[: context.system_tokens])
     assert system == "<|start|>system\nBe brief.<|end|>\n"
@@ -96,8 +96,8 @@ async def test_a_first_turn_knows_its_system_message(prompts, tokenizer):
     assert [discard.ranges for discard in prompt.discards] == [prompt.ranges]
 
 
-async def test_where_all_messages_go_nothing_is_closed(prompts, tokenizer):
-    """The new question begins the context, or follows the system message at once."""
+async def test_if_all_messages_are_dropped_nothing_is_closed(prompts, tokenizer):
+    """The new question begins the context, or follows the system message directly."""
     for before in ((), (SYSTEM,)):
         context = await chat(prompts, tokenizer, *before)
         policy = OverflowPolicy(ratio=1.0)
@@ -109,7 +109,7 @@ async def test_where_all_messages_go_nothing_is_closed(prompts, tokenizer):
         assert prompt.context.system_tokens == context.system_tokens
 
 
-async def test_text_is_cut_anywhere_and_token_ids_where_their_messages_begin(prompts, tokenizer):
+async def test_text_is_cut_anywhere_and_token_ids_at_their_messages(prompts, tokenizer):
     """A special token in raw text begins no message."""
     rendered = "<|start|>user\n" + "Why? " * 8
     ids = tuple(tokenizer(rendered, add_special_tokens=False).input_ids)
@@ -127,7 +127,7 @@ async def test_text_is_cut_anywhere_and_token_ids_where_their_messages_begin(pro
         assert second.ranges == (gone,)
 
 
-async def test_what_cannot_fit_is_refused(prompts):
+async def test_a_turn_that_cannot_fit_is_refused(prompts):
     """Whatever would be dropped."""
     with pytest.raises(InputTooLongError):
         await prompts.make(submission(TokenInput((5,) * WINDOW_TOKENS)), Context())
@@ -176,8 +176,8 @@ async def test_what_is_no_input_is_refused(prompts, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
-async def test_tokens_that_the_model_has_not_are_refused(prompts, tokenizer, name):
-    """Wherever they are named; the message says how many there are."""
+async def test_unknown_tokens_are_refused(prompts, tokenizer, name):
+    """In every parameter; the message has the size of the vocabulary."""
     for token_id in (0, len(tokenizer) - 1):
         given = {token_id: 1.0} if name == "logit_bias" else (token_id,)
         await prompts.make(submission(TokenInput((5,)), **{name: given}), Context())
@@ -188,7 +188,7 @@ async def test_tokens_that_the_model_has_not_are_refused(prompts, tokenizer, nam
         assert str(len(tokenizer)) in refused.value.remedy
 
 
-async def test_all_but_the_last_token_of_a_full_window_may_go(prompts):
+async def test_everything_but_the_last_token_of_a_full_window_may_be_dropped(prompts):
     """That one is not computed yet."""
     policy = OverflowPolicy(ratio=1.0, sink_tokens=0)
     prompt = await prompts.make(submission(TextInput("a"), policy, max_tokens=500), Context())
@@ -198,8 +198,8 @@ async def test_all_but_the_last_token_of_a_full_window_may_go(prompts):
     assert cut(context) == ((0, WINDOW_TOKENS),)
 
 
-async def test_a_full_window_is_cut_again_and_again(prompts):
-    """Tokens held back for a stop string stay; cuts add up to what the context lost."""
+async def test_a_full_window_is_cut_repeatedly(prompts):
+    """Tokens withheld for a stop string stay; cuts add up to the context's loss."""
     params = SamplingParams(stop=("xyz",), max_tokens=500)
     answer = GrowingAnswer(params, frozenset())
     prompt = await prompts.make(submission(TokenInput((5,) * 60), max_tokens=500), Context())
@@ -217,7 +217,7 @@ async def test_a_full_window_is_cut_again_and_again(prompts):
 
 
 async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokenizer):
-    """Nothing of its message goes; of the one before it the sinks stay."""
+    """Its message stays, and the sinks before it."""
     first = await prompts.make(submission(question("Why? " * 8), max_tokens=500), Context())
     cut = MidTurnCut(first, GrowingAnswer(SamplingParams(), frozenset()))
     context = [*first.context.token_ids]
@@ -231,8 +231,8 @@ async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokeniz
     assert cut(kept) == ()
 
 
-async def test_what_a_client_took_away_is_not_closed(prompts, tokenizer):
-    """The answer and the prompt for it are gone: the next question follows the one before."""
+async def test_a_dropped_answer_is_not_closed(prompts, tokenizer):
+    """The answer and its prompt are gone: the next question follows the previous one."""
     first = await prompts.make(submission(question("What is a block?")), Context())
     starts = first.window.frame_tokens.starts(first.context.token_ids, first.context.framed)
     context = first.context.with_answer(tokenizer("It is", add_special_tokens=False).input_ids)
@@ -252,8 +252,8 @@ class Wordy(TurnText):
         return [7] * (50 if history_ids else WINDOW_TOKENS)
 
 
-async def test_raw_text_begins_as_a_text_does_only_where_a_session_does():
-    """By the tokenizer's begin token, if it uses one."""
+async def test_raw_text_has_a_begin_token_only_at_the_start_of_a_session():
+    """If the tokenizer uses one."""
     tokenizer = framing_texts(make_tokenizer("byte_level"))
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, len(tokenizer), frozenset(), 10)
@@ -266,8 +266,8 @@ async def test_raw_text_begins_as_a_text_does_only_where_a_session_does():
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
-async def test_a_text_is_waited_for_only_where_answers_have_one(has_tokenizer):
-    """Stop strings would never come."""
+async def test_stop_strings_need_answers_with_text(has_tokenizer):
+    """Otherwise they would never occur."""
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
     text = TurnText(None, frozenset())
@@ -281,8 +281,8 @@ async def test_a_text_is_waited_for_only_where_answers_have_one(has_tokenizer):
     thread.close()
 
 
-async def test_a_beginning_that_does_not_fit_is_refused():
-    """The whole context goes, but what the template then writes first is longer."""
+async def test_a_conversation_start_that_does_not_fit_is_refused():
+    """The whole context would be dropped, but the template's opening is longer."""
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
     prompts = PromptMaker(Wordy(None, frozenset()), thread, limits, has_tokenizer=False)
@@ -302,7 +302,7 @@ async def test_a_beginning_that_does_not_fit_is_refused():
     ],
 )
 async def test_a_prompt_that_begins_a_thought(shown_marks, sampling, thought):
-    """It is the answer's, if its marks are shown, and it is not by a grammar."""
+    """It is part of the answer if its marks are shown, and not with a grammar."""
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 1 << 16, frozenset(), 10)
     prompts = PromptMaker(text_of(FAMILIES["qwen3_thinking"]), thread, limits, has_tokenizer=True)
@@ -316,8 +316,8 @@ HIGH = {"reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(("usual", "own"), [({}, HIGH), (HIGH, {}), (HIGH, {"other": 1})])
-async def test_a_prompt_is_written_with_all_of_its_arguments(usual, own):
-    """The operator's and the client's, also where all that was said before has to go."""
+async def test_a_prompt_uses_all_of_its_arguments(usual, own):
+    """The operator's and the client's, also if all earlier messages are dropped."""
     text = TurnText(tokenizer_of(EFFORTFUL), frozenset(), usual)
     text.try_out()
     thread = WorkerThread("text")
@@ -341,8 +341,8 @@ async def test_a_prompt_is_written_with_all_of_its_arguments(usual, own):
     thread.close()
 
 
-async def test_a_turn_that_brings_no_arguments_has_its_sessions():
-    """Those without which it would have begun otherwise."""
+async def test_a_turn_without_arguments_uses_its_sessions():
+    """Those that changed the session's beginning."""
     text = text_of(STYLED)
     thread = WorkerThread("text")
     limits = TurnLimits(WINDOW_TOKENS, 1 << 16, frozenset(), 10)
@@ -353,7 +353,7 @@ async def test_a_turn_that_brings_no_arguments_has_its_sessions():
     thread.close()
 
 
-async def test_states_are_marked_where_others_may_leave_the_prompt(prompts, tokenizer):
+async def test_states_are_marked_where_others_may_branch_off(prompts, tokenizer):
     """Behind the system message, before the prompt for the answer, and every so many tokens."""
     first = await prompts.make(submission(question("Why?", SYSTEM)), Context())
     token_ids = first.context.token_ids

@@ -1,4 +1,4 @@
-"""What is said of turns: their spans, and the histograms of those that were turned away."""
+"""Reports of turns: spans, log lines, and the histograms of refused ones."""
 
 import pytest
 import structlog
@@ -17,7 +17,7 @@ from inference_svc.runtime.engine.loads import PreloadPolicy
 from inference_svc.runtime.turns.turn_report import MAX_NAME, TurnReport, turn_span
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
-from tests.turn_service import KEY, asked, serving
+from tests.turn_service import KEY, make_turn, serving
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def model(tiny_model):
 
 
 async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
-    """And says what it read and wrote."""
+    """And the counts of its input and output."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
     async with serving(model, tmp_path) as service:
         usages = [(await service.run(new))[-1].usage for new in (range(20, 40), [50, 51])]
-        turn = await service.turns.submit(asked([60]))
+        turn = await service.turns.submit(make_turn([60]))
         events = turn.follow()
         await anext(events)
         turn.cancel()
@@ -51,13 +51,13 @@ async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
     assert cancelled.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
 
 
-async def test_the_span_of_a_turn_that_fails_says_why(model, tmp_path, monkeypatch):
-    """And whose it was."""
+async def test_the_span_of_a_failed_turn_has_the_reason(model, tmp_path, monkeypatch):
+    """And its session and tenant."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
     async with serving(model, tmp_path) as service:
-        turn = await service.turns.submit(asked([10**6]))
+        turn = await service.turns.submit(make_turn([10**6]))
         with pytest.raises(InvalidTurnError):
             _ = [event async for event in turn.follow()]
     (span,) = (span for span in exporter.get_finished_spans() if span.name == "turn")
@@ -67,10 +67,10 @@ async def test_the_span_of_a_turn_that_fails_says_why(model, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("buffer_layers", "chosen"), [(0, [0.0]), (None, [])])
-async def test_a_turn_that_joined_during_its_load_says_with_how_many_layers(
+async def test_a_turn_that_started_during_its_load_reports_the_layers(
     model, tmp_path, monkeypatch, buffer_layers, chosen
 ):
-    """In its span, and counted by tier; not if all were there: this store loads them at once."""
+    """In its span, and by tier; not if all were loaded, as this store usually does."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
@@ -90,7 +90,7 @@ async def test_a_turn_that_joined_during_its_load_says_with_how_many_layers(
 
 
 def phases(exporter, turn):
-    """Seconds of the spans under a turn's."""
+    """Return seconds of the spans under a turn's."""
     return {
         span.name: (span.end_time - span.start_time) / NS_PER_S
         for span in exporter.get_finished_spans()
@@ -98,7 +98,7 @@ def phases(exporter, turn):
     }
 
 
-def test_a_phase_that_did_not_end_has_no_span(monkeypatch):
+def test_an_unfinished_phase_has_no_span(monkeypatch):
     """Nor has one that did not begin."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -107,13 +107,13 @@ def test_a_phase_that_did_not_end_has_no_span(monkeypatch):
     request = Request(1, KEY, [1, 2], max_tokens=1, arrived_ns=5, admitted_ns=7, started_ns=8)
     with tracer.start_as_current_span("turn") as turn:
         TurnReport(TurnHistograms()).answered(
-            asked([1]), request, "cancelled", Usage(), 0, cancelled=True
+            make_turn([1]), request, "cancelled", Usage(), 0, cancelled=True
         )
     assert phases(exporter, turn) == {"queue": 2 / NS_PER_S}
 
 
-def test_who_is_turned_away_is_measured_by_its_tenant():
-    """The default one if it names none; ten a second are logged of each client."""
+def test_refusals_are_measured_by_tenant():
+    """The default one if none is named; ten per second and client are logged."""
     histograms = TurnHistograms({"acme"})
     report = TurnReport(histograms)
     error = TurnMismatchError("it is not so", "look")
@@ -127,8 +127,8 @@ def test_who_is_turned_away_is_measured_by_its_tenant():
     }
 
 
-def test_who_is_turned_away_has_a_line_as_others_have():
-    """With names as long as names may be, for nobody has looked at them."""
+def test_a_refused_turn_has_a_log_line_too():
+    """Its names are cut to the maximal length, as they were not checked."""
     report = TurnReport(TurnHistograms())
     error = TurnMismatchError("it is not so", "look")
     with capture_logs() as lines:
@@ -149,29 +149,29 @@ def test_who_is_turned_away_has_a_line_as_others_have():
         (TurnCancelledError("it was cancelled", "submit it again"), "cancelled"),
     ],
 )
-def test_a_turn_without_an_answer_is_counted_and_has_its_line(error, ended):
-    """Who cancelled it did not fail."""
+def test_a_turn_without_an_answer_is_counted_and_logged(error, ended):
+    """Cancellation is no failure."""
     histograms = TurnHistograms()
     with capture_logs() as lines:
-        TurnReport(histograms).failed(asked([1]), error)
+        TurnReport(histograms).failed(make_turn([1]), error)
     assert histograms.ended.counts == {(error.reason,): 1}
     assert histograms.tenant_turns.counts == {("default", ended): 1}
     (line,) = lines
     assert (line["finish_reason"], line["error"]) == (ended, error.reason)
 
 
-def test_times_are_logged_to_the_microsecond():
-    """More digits are nobody's."""
+def test_times_are_logged_in_microseconds():
+    """More digits are useless."""
     request = Request(1, KEY, [1, 2], max_tokens=1, arrived_ns=5)
     usage = Usage(ttft_s=1.23456789, output_tokens=3)
     with capture_logs() as lines:
-        TurnReport(TurnHistograms()).answered(asked([1]), request, "stop", usage, 1)
+        TurnReport(TurnHistograms()).answered(make_turn([1]), request, "stop", usage, 1)
     assert (lines[0]["ttft_s"], lines[0]["output_tokens"]) == (1.234568, 3)
 
 
-def test_what_is_logged_inside_a_turn_says_whose_it_is():
-    """Whoever logs it."""
-    submission = asked([1], request_id="r")
+def test_lines_logged_within_a_turn_have_its_context():
+    """Whatever module logs them."""
+    submission = make_turn([1], request_id="r")
     with structlog.contextvars.bound_contextvars(session="another's", request_id="another's"):
         with turn_span(submission):
             bound = structlog.contextvars.get_contextvars()

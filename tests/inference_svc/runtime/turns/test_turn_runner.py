@@ -1,4 +1,4 @@
-"""Whole turns over a real engine: what clients see of them, what is recorded, how they end."""
+"""Whole turns over a real engine: their events, their records, and their ends."""
 
 import asyncio
 import errno
@@ -19,9 +19,9 @@ from tests.faulty_store import FaultyStore, View
 from tests.memory_engine import alone, loaded_model
 from tests.turn_service import (
     KEY,
-    asked,
     failure_of,
     first_token,
+    make_turn,
     serving,
     token_ids_of,
     until,
@@ -37,7 +37,7 @@ def model(tiny_model):
 
 
 async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path):
-    """In this order; its history is what the turns before it left, and nothing else."""
+    """In this order; its history is exactly that of the earlier turns."""
     async with serving(model, tmp_path) as service:
         accepted, started, *tokens, finished = await service.run(range(20, 40), request_id="a")
         assert accepted == Accepted("s", 0, "a", 0, is_replayed=False)
@@ -65,8 +65,8 @@ async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path)
         assert service.histograms.tenant_turns.counts == {("default", "finished"): 2}
 
 
-async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
-    """The store lost it."""
+async def test_lost_history_is_counted_as_recomputed(model, tmp_path):
+    """The store has dropped it."""
     async with serving(model, tmp_path, keeps_residents=False) as service:
         await service.run(range(20, 40))
         await service.engine.loop.idle.wait()
@@ -79,7 +79,7 @@ async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_
 
 @pytest.mark.parametrize("logprobs", [0, 2])
 async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
-    """With the same answer, whatever was reported of each token; it is counted apart."""
+    """With the same answer, whatever details were requested per token; it is counted separately."""
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=logprobs)
     async with serving(model, tmp_path) as service:
         first = await service.run(range(20, 40), request_id="a", sampling=sampling)
@@ -94,17 +94,17 @@ async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
             first[-1],
         ]
         with pytest.raises(RequestIdReusedError):
-            await service.turns.submit(asked([99], request_id="a"))
+            await service.turns.submit(make_turn([99], request_id="a"))
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_replayed", "turns_finished") == (1, 1)
         assert service.histograms.ended.counts == {("length",): 1, ("replayed",): 1}
 
 
 async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
-    """Nothing is computed for it, and nothing is recorded."""
+    """It is neither computed nor recorded."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
-        turn = await service.turns.submit(asked([50], expected_turn=0))
+        turn = await service.turns.submit(make_turn([50], expected_turn=0))
         error = await failure_of(turn)
         assert isinstance(error, TurnMismatchError)
         await service.run([50], expected_turn=1)
@@ -113,19 +113,19 @@ async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
         assert await service.counts("turns_failed", "output_tokens") == (1, 16)
 
 
-async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
-    """The store is notified, nothing stays in memory, no turn is taken."""
+async def test_after_its_final_turn_a_session_has_ended(model, tmp_path):
+    """The store is notified, nothing stays in memory, no turn is accepted."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40), is_final=True)
         await service.engine.loop.idle.wait()
         assert service.engine.store.ended == [KEY]
         assert not len(service.engine.scheduler.residents)
-        turn = await service.turns.submit(asked([50]))
+        turn = await service.turns.submit(make_turn([50]))
         assert isinstance(await failure_of(turn), SessionEndedError)
 
 
-async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tmp_path):
-    """The store receives the end behind the save of its last turn."""
+async def test_a_session_that_ends_between_turns_frees_its_memory(model, tmp_path):
+    """The store gets the end after the save of its last turn."""
     async with serving(model, tmp_path) as service:
         service.engine.store.may_end.clear()
         await service.run(range(20, 40))
@@ -139,14 +139,14 @@ async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tm
         assert order.index("save") < order.index("end")
 
 
-async def test_a_session_is_not_opened_where_it_could_not_be_recorded(model, tmp_path):
-    """A disk that had no room is tried before the answer; sessions that are there go on."""
+async def test_a_session_is_not_opened_if_it_could_not_be_recorded(model, tmp_path):
+    """A full disk is tried before the answer; existing sessions continue."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
         service.store.trouble.record_failure("s", tmp_path, OSError(errno.ENOSPC, ""), "write")
-        (tmp_path / PROBE_FILE).mkdir()  # what is written there fails
+        (tmp_path / PROBE_FILE).mkdir()  # writing there fails
         other = KEY._replace(session_id="other")
-        turn = await service.turns.submit(asked([50], key=other))
+        turn = await service.turns.submit(make_turn([50], key=other))
         assert (await failure_of(turn)).reason == "transcript_unavailable"
         assert await service.counts("output_tokens") == (8,)
         await service.run([50])
@@ -157,11 +157,11 @@ async def test_a_session_is_not_opened_where_it_could_not_be_recorded(model, tmp
 # --------------------------------------------------------------------------- who stops, and waits
 
 
-async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path):
-    """Its transcript is as before; those who follow it learn why it ended."""
+async def test_a_cancelled_turn_ends_with_its_tokens_so_far(model, tmp_path):
+    """Its transcript does not change; its followers learn why it ended."""
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
-        turn = await service.turns.submit(asked([50], 100))
+        turn = await service.turns.submit(make_turn([50], 100))
         events = await first_token(turn)
         assert turn.cancel()
         last = [event async for event in events][-1]
@@ -183,9 +183,9 @@ async def test_a_cancelled_turn_counts_for_what_it_used(model, tmp_path):
     other, names = KEY._replace(session_id="other"), ("history", "reused", "recomputed", "new")
     async with serving(model, tmp_path, max_running=1) as service:
         await service.run(range(20, 40))
-        running = await service.turns.submit(asked([60, 61], 150, key=other))
+        running = await service.turns.submit(make_turn([60, 61], 150, key=other))
         await first_token(running)
-        waiting = await service.turns.submit(asked([50]))
+        waiting = await service.turns.submit(make_turn([50]))
         await until(lambda: len(service.engine.scheduler.queue))
         assert waiting.cancel()
         usage = [event async for event in waiting.follow()][-1].usage
@@ -208,7 +208,7 @@ async def test_a_cancelled_turn_counts_for_what_it_used(model, tmp_path):
 
 
 async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
-    """Its client would not know whether it was."""
+    """Its client would not know the result."""
     async with serving(model, tmp_path) as service:
         write, is_writing, may_write = service.store._write, asyncio.Event(), asyncio.Event()
 
@@ -218,28 +218,28 @@ async def test_a_turn_that_is_being_recorded_is_not_cancelled(model, tmp_path):
             await write(*args, **how)
 
         service.store._write = slow_write
-        turn = await service.turns.submit(asked(range(20, 40)))
+        turn = await service.turns.submit(make_turn(range(20, 40)))
         await is_writing.wait()
         assert not turn.cancel()
         may_write.set()
         assert [event async for event in turn.follow()][-1].finish_reason == "length"
 
 
-async def test_a_turn_that_cannot_be_recorded_fails_and_gives_its_memory_back(model, tmp_path):
-    """It is as if it had not been: the next one begins where it did."""
+async def test_a_turn_that_cannot_be_recorded_fails_and_frees_its_memory(model, tmp_path):
+    """The next one begins where it did."""
     async with serving(model, tmp_path) as service:
         service.store.local.files.directory = tmp_path / "gone"
-        turn = await service.turns.submit(asked(range(20, 40)))
+        turn = await service.turns.submit(make_turn(range(20, 40)))
         assert (await failure_of(turn)).reason == "transcript_unavailable"
         await service.engine.all_released()
         service.store.local.files.directory = tmp_path
         assert (await service.run(range(20, 40)))[-1].turns == 1
 
 
-async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):
+async def test_a_turn_that_is_handed_back_ends_with_only_the_error(model, tmp_path):
     """As if nothing had been computed for it."""
     async with serving(model, tmp_path) as service:
-        turn = await service.turns.submit(asked(range(20, 40), 150))
+        turn = await service.turns.submit(make_turn(range(20, 40), 150))
         events = await first_token(turn)
         service.turns.hand_back_all()
         with pytest.raises(ReportedError) as caught:
@@ -252,7 +252,7 @@ async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_p
 async def test_a_turn_ends_with_its_last_follower(model, tmp_path):
     """Not with one of two."""
     async with serving(model, tmp_path) as service:
-        turn = await service.turns.submit(asked(range(20, 40), 150))
+        turn = await service.turns.submit(make_turn(range(20, 40), 150))
         turn.join()
         turn.join()
         events = await first_token(turn)
@@ -263,16 +263,16 @@ async def test_a_turn_ends_with_its_last_follower(model, tmp_path):
         assert [event async for event in events][-1].finish_reason == "cancelled"
 
 
-async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_path):
-    """Also one that is being computed."""
+async def test_a_turn_has_the_latest_deadline_of_its_followers(model, tmp_path):
+    """Also while it is being computed."""
     async with serving(model, tmp_path) as service:
         never, late = 1 << 62, 1 << 61
-        turn = await service.turns.submit(asked(range(20, 40), 150, "a", deadline_ns=late))
+        turn = await service.turns.submit(make_turn(range(20, 40), 150, "a", deadline_ns=late))
         await first_token(turn)
-        again = asked(range(20, 40), 150, "a", deadline_ns=never)
+        again = make_turn(range(20, 40), 150, "a", deadline_ns=never)
         assert await service.turns.submit(again) is turn
         with pytest.raises(RequestIdReusedError):
-            await service.turns.submit(asked([99], 150, "a"))
+            await service.turns.submit(make_turn([99], 150, "a"))
         assert turn.request.deadline_ns == turn.deadline_ns == never
         await service.turns.submit(replace(again, deadline_ns=late))
         assert turn.request.deadline_ns == never
@@ -283,7 +283,7 @@ async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_pa
 
 
 async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
-    """It is in a session of its own, with all before it, and its KV is found there."""
+    """It is stored in a new session, with all earlier turns, where its KV is found."""
     blobs = FaultyStore(Random(1))  # noqa: S311
     mine = KEY._replace(session_id="mine")
     async with AsyncExitStack() as stack:
@@ -291,10 +291,10 @@ async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
             await stack.enter_async_context(sharing(model, tmp_path / name, blobs))
             for name in ("here", "there")
         ]
-        begun = await here.run(range(20, 40), fork_id="unused", make_digests=said)
+        begun = await here.run(range(20, 40), fork_id="unused", make_digests=digests_of)
         assert begun[-1].moved_to == ""
         await there.run(range(50, 60))
-        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", make_digests=said)
+        accepted, *_, last = await here.run(range(60, 70), fork_id="mine", make_digests=digests_of)
         assert (accepted.turn, last.turns, last.moved_to) == (1, 2, "mine")
         assert await here.counts("turns_forked", "turns_failed") == (1, 0)
 
@@ -310,13 +310,13 @@ async def test_a_turn_that_another_server_has_overtaken(model, tmp_path):
         assert last_turn.input_ids[-10:] == tuple(range(50, 60))
 
 
-def said(text, session_id):
+def digests_of(text, session_id):
     return ConversationDigests(f"{session_id}: {text}", f"all, {text}")
 
 
 @asynccontextmanager
 async def sharing(model, directory, blobs):
-    """A service that shares a store with others."""
+    """Run a service that shares a store with others."""
     directory.mkdir()
     calls = StoreCalls(View(blobs), 60.0, Backoff(Random(1)))  # noqa: S311
     async with serving(model, directory, calls=calls) as service:

@@ -1,4 +1,4 @@
-"""Turns that change what is sampled: the same whatever happens to them, or beside them."""
+"""Turns with changed sampling are not affected by preemption, overflow or other turns."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ from inference_svc.core.answers import SamplingParams
 from inference_svc.core.grammar import Grammar, GrammarKind
 from inference_svc.core.turn_record import Tokens
 from tests.memory_engine import loaded_model
-from tests.turn_service import KEY, LIMITS, asked, first_token, serving, token_ids_of
+from tests.turn_service import KEY, LIMITS, first_token, make_turn, serving, token_ids_of
 
 PENALISED = SamplingParams(
     frequency_penalty=1.5, presence_penalty=0.5, logprobs=20, max_tokens=120, ignore_eos=True
@@ -27,10 +27,10 @@ def tokens_of(events):
 
 
 def choices_that_are_off(tokens, num_remembered=None):
-    """Count tokens that are not the best of their step, by the formula over its most likely ones.
+    """Count tokens that are not the best of their step's most likely ones, by the formula.
 
     Args:
-        num_remembered: count as if the penalties knew so many tokens of the answer only.
+        num_remembered: let the penalties count only so many tokens of the answer.
     """
     num_off = 0
     for number, token in enumerate(tokens):
@@ -46,7 +46,7 @@ def choices_that_are_off(tokens, num_remembered=None):
     return num_off
 
 
-async def test_tokens_that_the_context_has_lost_are_penalised_still(model, tmp_path):
+async def test_tokens_dropped_from_the_context_are_still_penalised(model, tmp_path):
     """They are in the answer, which has outgrown its window."""
     async with serving(model, tmp_path, replace(LIMITS, window_tokens=64)) as service:
         events = await service.run(range(20, 60), sampling=PENALISED)
@@ -57,10 +57,10 @@ async def test_tokens_that_the_context_has_lost_are_penalised_still(model, tmp_p
     assert choices_that_are_off(tokens, num_remembered=64) > 0
 
 
-async def test_a_preempted_turn_goes_on_counting(model, tmp_path):
+async def test_a_preempted_turn_keeps_its_counts(model, tmp_path):
     """As if nobody had come."""
     async with serving(model, tmp_path, max_running=1, answer_tokens=200) as service:
-        low = await service.turns.submit(asked(range(20, 60), sampling=PENALISED))
+        low = await service.turns.submit(make_turn(range(20, 60), sampling=PENALISED))
         others = await first_token(low)
         high = KEY._replace(session_id="high")
         await service.run(range(30, 70), 4, key=high, priority=1)
@@ -70,7 +70,7 @@ async def test_a_preempted_turn_goes_on_counting(model, tmp_path):
         assert (len(tokens), choices_that_are_off(tokens)) == (120, 0)
 
 
-async def test_turns_of_one_batch_are_sampled_each_by_its_own(model, tmp_path):
+async def test_turns_of_one_batch_are_sampled_independently(model, tmp_path):
     """As each of them is alone."""
     kinds = [
         {},
@@ -99,8 +99,8 @@ async def test_turns_of_one_batch_are_sampled_each_by_its_own(model, tmp_path):
     assert not set(answers[5][:9]) & set(range(60))
 
 
-async def test_an_end_that_would_come_at_once_comes_when_it_may(model, tmp_path):
-    """An end-of-turn token or a stop token; it is in the history of the turns after it."""
+async def test_a_premature_end_is_delayed(model, tmp_path):
+    """An end-of-turn token or a stop token; it is part of later turns' history."""
     limits = replace(LIMITS, eos_ids=frozenset({5}))
     always = {"logit_bias": {5: 100.0, 6: 50.0}, "max_tokens": 8}
     async with serving(model, tmp_path, limits) as service:
@@ -121,8 +121,8 @@ async def test_an_end_that_would_come_at_once_comes_when_it_may(model, tmp_path)
 
 
 @pytest.mark.parametrize("window_tokens", [200, 64])
-async def test_an_answer_by_a_grammar_outgrows_its_window(model, tmp_path, window_tokens):
-    """What has left the context counts still: the whole answer fits, to its end."""
+async def test_an_answer_with_a_grammar_may_outgrow_its_window(model, tmp_path, window_tokens):
+    """Dropped tokens still count: the whole answer is valid, to its end."""
     end_id = model[0].tokenizer.convert_tokens_to_ids("z")
     limits = replace(LIMITS, window_tokens=window_tokens, eos_ids=frozenset({end_id}))
     grammar = Grammar(GrammarKind.REGEX, "([ab]c){40}d")

@@ -1,6 +1,6 @@
-"""Turns and changes of sessions: done to their ends, refused by their tenants' limits, handed back.
+"""Turns and changes of sessions: completed, refused by their tenants' limits, handed back.
 
-What changes a session is done whoever waits for it; nobody else is let in before.
+A change of a session is completed even if its caller leaves; no other call gets the session before.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ ANYTHING = ExpectedSession()
 
 
 class SlowStore(TranscriptStore):
-    """Writes when it may."""
+    """Writes when tests allow it."""
 
     def __init__(self, directory):
         super().__init__(directory)
@@ -102,8 +102,8 @@ async def turns_of(store, engine, bounds=TenantBounds()):  # noqa: B008  # froze
     await asyncio.wait([running])
 
 
-async def left_in_the_middle(store, change):
-    """The caller leaves while its change is being written."""
+async def leave_during_write(store, change):
+    """Let the caller leave while its change is being written."""
     store.may_write.clear()
     store.is_writing.clear()
     caller = asyncio.create_task(change)
@@ -113,11 +113,11 @@ async def left_in_the_middle(store, change):
         await caller
 
 
-async def test_a_discard_is_done_although_its_caller_left(tmp_path):
-    """Record and KV go together; until then the session is in use."""
+async def test_a_discard_is_completed_although_its_caller_left(tmp_path):
+    """Record and KV change together; until then the session is in use."""
     store, engine = SlowStore(tmp_path), RecordingEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.sessions.discard(KEY, [(0, 4)], ANYTHING))
+        await leave_during_write(store, turns.sessions.discard(KEY, [(0, 4)], ANYTHING))
         with pytest.raises(SessionBusyError):
             await turns.sessions.discard(KEY, [(0, 4)], ANYTHING)
         store.may_write.set()
@@ -130,15 +130,15 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
 
 
-async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
-    """A fork that its caller did not wait for is there."""
+async def test_ends_and_forks_are_completed_although_their_caller_left(tmp_path):
+    """The fork exists afterwards."""
     store, engine = SlowStore(tmp_path), RecordingEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
+        await leave_during_write(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
         other = KEY._replace(session_id="other")
         await until(lambda: store.local.cache.get(other) and not turns.sessions._is_busy(other))
-        await left_in_the_middle(store, turns.sessions.end(KEY))
+        await leave_during_write(store, turns.sessions.end(KEY))
         store.may_write.set()
         await until(lambda: engine.calls and not turns.sessions._is_busy(KEY))
         assert (await turns.sessions.get(KEY))[0].has_ended
@@ -147,8 +147,8 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
     assert engine.calls == [("end", KEY), ("forget", other)]
 
 
-async def test_what_is_expected_of_a_session(tmp_path):
-    """Of one that is there, and that nobody uses or changes just then; names are checked."""
+async def test_expected_tools_of_a_session(tmp_path):
+    """Of an existing one that no call uses or changes; names are checked."""
     store, engine = SlowStore(tmp_path), RecordingEngine()
     async with turns_of(store, engine) as turns:
         expect = turns.sessions.expect
@@ -160,7 +160,7 @@ async def test_what_is_expected_of_a_session(tmp_path):
             await expect(KEY, ["\n"])
         with pytest.raises(UnknownSessionError):
             await expect(KEY._replace(session_id="nobody"), ["bash"])
-        await left_in_the_middle(store, turns.sessions.end(KEY))
+        await leave_during_write(store, turns.sessions.end(KEY))
         with pytest.raises(SessionBusyError):
             await expect(KEY, ["bash"])
         assert engine.calls == told
@@ -169,7 +169,7 @@ async def test_what_is_expected_of_a_session(tmp_path):
 
 
 async def test_a_change_that_breaks_is_logged(tmp_path):
-    """One that is refused is not: its caller knows why."""
+    """A refused one is not: its caller gets the reason."""
     store = SlowStore(tmp_path)
     async with turns_of(store, None) as turns:
         with capture_logs() as lines:
@@ -181,8 +181,8 @@ async def test_a_change_that_breaks_is_logged(tmp_path):
         assert [line["event"] for line in lines] == ["session_change_failed"]
 
 
-async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
-    """The session is as it was."""
+async def test_a_failed_change_has_a_reason_and_occupies_nothing(tmp_path):
+    """The session does not change."""
     store = SlowStore(tmp_path)
     async with turns_of(store, RecordingEngine()) as turns:
         with pytest.raises(InvalidDiscardError):
@@ -193,7 +193,7 @@ async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
 
 
 class HeldRunner:
-    """Starts turns as the engine would, when it may, and answers them, when it may."""
+    """Starts and answers turns as the engine would, when tests allow it."""
 
     def __init__(self):
         self.may_start, self.may_end = asyncio.Event(), asyncio.Event()
@@ -215,14 +215,14 @@ class HeldRunner:
 
 
 def submission(session_id="s", tenant="default", wait=True):
-    """Of a new turn."""
+    """Make the submission of a new turn."""
     request = pb.SubmitTurnRequest(text="Hi", wait=wait)
     key = SessionKey(tenant, "model", session_id)
     return decode_submission(request, key, TurnDefaults(64))
 
 
 async def end_of(turn):
-    """Its last event, or the error in its place."""
+    """Return its last event, or the error in its place."""
     try:
         return [event async for event in turn.follow()][-1]
     except ReportedError as error:
@@ -231,7 +231,7 @@ async def end_of(turn):
 
 @asynccontextmanager
 async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B008  # frozen
-    """Turns with limits, whose runner a test controls."""
+    """Make turns with limits, whose runner a test controls."""
     runner, counters = HeldRunner(), Counters()
     limits = TenantLimits(bounds, named or {})
     session_turns = SessionTurns(9, 9, lambda: 1.0)
@@ -253,8 +253,8 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     limits.check()
 
 
-async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
-    """Nothing is counted but the refusal, and while the service stops it is that."""
+async def test_limits_can_be_checked_in_advance(tmp_path):
+    """Only the refusal is counted, and while the service stops every turn is refused."""
     async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
         turns.check_limits(KEY.tenant)
         assert turns.idle.is_set()
@@ -275,8 +275,8 @@ async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
             turns.check_limits(KEY.tenant)
 
 
-async def test_a_drain_hands_back_what_has_not_started(tmp_path):
-    """At once, retryably, as if it had never come; what runs goes on to its end."""
+async def test_a_drain_hands_back_waiting_turns(tmp_path):
+    """At once, retryably, as if they had never come; running ones are completed."""
     async with running_turns(tmp_path) as (turns, runner, counters):
         runner.may_start.set()
         first = await turns.submit(submission("runs"))
@@ -300,7 +300,7 @@ async def test_a_drain_hands_back_what_has_not_started(tmp_path):
 
 
 async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
-    """Not as cancelled: nobody wanted that, and the same turn is taken later."""
+    """Not as cancelled: the same turn is accepted later."""
     async with running_turns(tmp_path) as (turns, runner, _):
         runner.may_start.set()
         turn = await turns.submit(submission())
@@ -312,8 +312,8 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
         await turns.idle.wait()
 
 
-async def test_limits_are_for_turns_that_begin(tmp_path):
-    """A repeat of one under way joins it, whatever its tenant has left; the end makes room."""
+async def test_limits_apply_to_new_turns(tmp_path):
+    """A repeat of a running one joins it, whatever its tenant's limits; its end makes room."""
     async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
         turn = await turns.submit(submission("one"))
         assert await turns.submit(turn.submission) is turn
@@ -327,8 +327,8 @@ async def test_limits_are_for_turns_that_begin(tmp_path):
     assert counters.snapshot()["refused_too_many_turns"] == 1
 
 
-async def test_turns_are_cancelled_by_name_or_all_of_a_session(tmp_path):
-    """How many is said; a name that none has is refused, and so is a session that has none."""
+async def test_turns_are_cancelled_by_name_or_by_session(tmp_path):
+    """The answer has their number; an unknown name, or a session without turns, is refused."""
     async with running_turns(tmp_path) as (turns, runner, counters):
         runner.may_start.set()
         first = await turns.submit(submission())
@@ -351,7 +351,7 @@ async def test_turns_are_cancelled_by_name_or_all_of_a_session(tmp_path):
 
 
 async def test_a_turn_that_waits_for_its_session_too_long_fails(tmp_path):
-    """It is said so, and those behind it are not held up."""
+    """With that reason, and turns behind it are not delayed."""
     async with running_turns(tmp_path) as (turns, runner, counters):
         await turns.submit(submission())
         late = await turns.submit(replace(submission(), deadline_ns=1))
@@ -375,8 +375,8 @@ async def test_more_turns_than_may_wait_are_refused(tmp_path):
         assert counters.snapshot()["turns_refused"] == 1
 
 
-async def test_tokens_are_charged_as_they_were_computed(tmp_path):
-    """A turn that failed, or never started, costs nothing of them."""
+async def test_computed_tokens_are_charged(tmp_path):
+    """A turn that failed, or never started, costs none."""
     bounds = TenantBounds(tokens_per_minute=15)
     async with running_turns(tmp_path, bounds) as (turns, runner, _):
         cancelled = await turns.submit(submission("cancelled"))
@@ -393,7 +393,7 @@ async def test_tokens_are_charged_as_they_were_computed(tmp_path):
 
 
 async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_path):
-    """Also after a restart; one that is deleted makes room, others' do not count."""
+    """Also after a restart; deleting one makes room, others' do not count."""
     store = TranscriptStore(tmp_path)
     for name in ("a", "b"):
         await store.append(KEY._replace(session_id=name), RECORD, is_final=False)
@@ -413,7 +413,7 @@ async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_p
         await turns.submit(submission("d"))
 
 
-async def test_a_session_that_was_forked_counts_once(tmp_path):
+async def test_a_forked_session_counts_once(tmp_path):
     """When it is on disk, it is not being opened any more."""
     await TranscriptStore(tmp_path).append(KEY, RECORD, is_final=False)
     async with running_turns(tmp_path, TenantBounds(max_sessions=2)) as (turns, _, counters):
@@ -441,7 +441,7 @@ async def test_a_fork_counts_until_it_is_written_although_its_caller_left(tmp_pa
     """Else more sessions are opened than the tenant may have."""
     store, bounds = SlowStore(tmp_path), TenantBounds(max_sessions=2)
     async with turns_of(store, RecordingEngine(), bounds) as turns:
-        await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
+        await leave_during_write(store, turns.sessions.fork(KEY, None, "other"))
         third = asyncio.create_task(turns.sessions.fork(KEY, None, "third"))
         await until(
             lambda: third.done() or turns.sessions._is_busy(KEY._replace(session_id="third"))

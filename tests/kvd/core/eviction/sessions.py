@@ -1,4 +1,4 @@
-"""A session placement whose queue and sessions are named by letters."""
+"""A session placement in which letters name queue entries and sessions."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ ALWAYS = RunningRequest(999, key_of("always"))
 
 
 class Sessions:
-    """A placement under one policy; time passes as the test says."""
+    """A placement under one policy; tests advance the time."""
 
     def __init__(self, policy: str, capacity_bytes: int = 0) -> None:
         self.now_ns = 0
@@ -33,7 +33,7 @@ class Sessions:
             self.policy.on_access(key_of(name), self.now_ns)
 
     def queue(self, waiting: Sequence[str], running: Sequence[str] = ()) -> None:
-        """Have these sessions' turns wait, in this order, and those run; nobody else's."""
+        """Have turns of exactly these sessions wait, in this order, and those run."""
         self.placement.replace_queue(
             ENGINE_ID,
             QueueChange(
@@ -44,7 +44,7 @@ class Sessions:
         )
 
     def victims(self, tier: Tier | None = Tier.SSD, giving_way_to: str | None = None) -> str:
-        """Names of victims, coldest first."""
+        """Return the names of victims, coldest first."""
         than = key_of(giving_way_to) if giving_way_to else None
         found = self.placement.policy.victims(tier, self.now_ns, giving_way_to=than)
         return "".join(key.session_id for key in found)

@@ -1,4 +1,4 @@
-"""Whatever happens, every policy's order is complete, sorted by need, and yields to need."""
+"""Under any events every policy's order is complete, sorted by need, and yields to need."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ tiers = st.sampled_from(Tier)
 
 
 class EveryOrder(RuleBasedStateMachine):
-    """One policy under every event that can be reported to it, against sets of names."""
+    """One policy under every event that can be reported to it, compared with sets of names."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):
@@ -29,7 +29,7 @@ class EveryOrder(RuleBasedStateMachine):
         self.guarded = {}
         self.ended = set()
         self.num_requests = 0
-        self.requests = {}  # number -> (name, does it wait)
+        self.requests = {}  # number -> (name, whether it waits)
 
     @rule(name=names, tokens=st.integers(1, 100_000), seconds=st.integers(0, 1000))
     def use(self, name, tokens, seconds):
@@ -125,7 +125,10 @@ class EveryOrder(RuleBasedStateMachine):
         assert sorted(self.sessions.victims(None)) == sorted(self.known)
 
     def _check_bands(self, victims, tier):
-        """Guarded sessions last; before them the queue, tail first; ended ones first."""
+        """Check the bands: guarded sessions last; before them the queue, tail first.
+
+        Ended ones first.
+        """
         guards = [self._guard(name, tier) for name in victims]
         assert guards == sorted(guards)
         for guard in Guard:
@@ -139,7 +142,7 @@ class EveryOrder(RuleBasedStateMachine):
             assert set(part[: len(first)]) == first
 
     def _guard(self, name, tier):
-        """What counts in a tier: a retained session is no better than others in DRAM."""
+        """Return the guards that count in a tier: retention does not count in DRAM."""
         guard = self.guarded.get(name, Guard.NONE)
         return Guard.NONE if tier is Tier.DRAM and guard is Guard.RETAINED else guard
 
@@ -147,7 +150,7 @@ class EveryOrder(RuleBasedStateMachine):
         return self.sessions.placement.queue.place(key_of(name))
 
     def _is_kept(self, name):
-        """Whether the policy keeps it for a turn that waits."""
+        """Return whether the policy keeps the session for a waiting turn."""
         place = self._place(name)
         if not self.policy.looks_ahead or place is None:
             return False
@@ -163,7 +166,7 @@ class EveryOrder(RuleBasedStateMachine):
 
     @rule(name=names, tier=tiers)
     def give_way(self, name, tier):
-        """Who gives way is what would go earlier anyway, and nothing that is needed sooner."""
+        """Check that a session's victims go before it in the order, and are not needed sooner."""
         victims = self.sessions.victims(tier)
         colder = self.sessions.victims(tier, giving_way_to=name)
         assert name not in colder
@@ -176,7 +179,7 @@ class EveryOrder(RuleBasedStateMachine):
 
     @rule()
     def return_(self):
-        """Only sessions on SSD, not in DRAM, with no turn anywhere, are read in advance."""
+        """Check that only idle sessions on SSD, and not in DRAM, are read before they return."""
         for key in self.policy.returning(self.sessions.now_ns):
             assert self.policy.ranks(key, Tier.SSD)
             assert not self.policy.ranks(key, Tier.DRAM)

@@ -1,4 +1,4 @@
-"""What is learned of idle sessions: their classes, how they age, and when there is news."""
+"""What is learned of idle sessions: their classes, how they age, and when rates change."""
 
 from itertools import pairwise
 
@@ -29,14 +29,14 @@ def all_sessions(idle: IdleSessions) -> SessionClass:
 
 
 def returns(idle: IdleSessions, num_times: int, gap_ns: int = 1) -> None:
-    """One session returns so often, after so long each time."""
+    """Let one session return so often, after so long each time."""
     for number in range(num_times):
         idle.on_idle(A, number)
         idle.on_submit(A, number + gap_ns)
 
 
 def test_turns_are_counted_from_the_first_one_on():
-    """Also those that were submitted before anything was stored; many are many."""
+    """Turns before the first store count as well; many turns are one class."""
     idle = IdleSessions()
     for _ in range(2):
         idle.on_submit(A, 0)
@@ -50,8 +50,8 @@ def test_turns_are_counted_from_the_first_one_on():
 @pytest.mark.parametrize(
     ("gap_s", "group"), [(0, 0), (1, 1), (2, 1), (4, 2), (15, 2), (16, 3), (60, 3), (64, 4)]
 )
-def test_sessions_are_of_a_class_by_how_long_they_were_idle(gap_s, group):
-    """In steps of two octaves of seconds."""
+def test_idle_time_determines_the_class(gap_s, group):
+    """Classes are two octaves of seconds."""
     idle = IdleSessions()
     idle.on_idle(A, 5)
     idle.on_submit(A, 5 + gap_s * NS_PER_S)
@@ -59,16 +59,16 @@ def test_sessions_are_of_a_class_by_how_long_they_were_idle(gap_s, group):
     assert class_of(idle) is idle._hazards.class_of((1, 0, group))
 
 
-def test_sessions_are_of_a_class_by_what_the_last_turn_stored():
-    """In octaves of tokens; a session that shrank stored nothing."""
+def test_the_tokens_of_the_last_turn_determine_the_class():
+    """Classes are octaves of tokens; a session that shrank stored none."""
     idle = IdleSessions()
     for num_tokens, group in ((100, 7), (104, 3), (104, 0), (50, 0), (51, 1)):
         idle.on_resize(A, num_tokens)
         assert class_of(idle) is idle._hazards.class_of((0, group, 0))
 
 
-def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns():
-    """Whether it was idle before that is known or after, and whatever is stored meanwhile."""
+def test_a_session_that_waits_for_a_tool_has_the_tools_class_until_it_returns():
+    """It may become idle before or after that is known, and store in the meantime."""
     idle = IdleSessions()
     of_read = idle._tools.class_of(A.tenant, ["read"])
     idle.on_idle(A, 0)
@@ -93,8 +93,11 @@ def test_a_session_that_waits_for_a_tool_is_of_the_tool_s_class_until_it_returns
     assert not idle.awaits(B)
 
 
-def test_a_return_is_counted_where_it_happens():
-    """It was seen through all buckets before, and returned in that one; a busy one is not seen."""
+def test_a_return_is_counted_in_its_bucket():
+    """The session was seen in all buckets before, and returned in that one.
+
+    A busy one is not seen.
+    """
     idle = IdleSessions()
     idle.on_idle(A, 0)
     idle.on_submit(A, EDGES_NS[3])
@@ -112,8 +115,8 @@ def test_a_return_is_counted_where_it_happens():
 
 
 @pytest.mark.parametrize(("late_ns", "num_returned"), [(-1, 1), (0, 0)])
-def test_who_returns_after_the_last_bucket_does_not_return(late_ns, num_returned):
-    """The last bucket's end is no part of it."""
+def test_a_return_after_the_last_bucket_does_not_count(late_ns, num_returned):
+    """The end of the last bucket is exclusive."""
     idle = IdleSessions()
     idle.on_idle(A, 0)
     idle.on_submit(A, EDGES_NS[-1] + late_ns)
@@ -122,8 +125,8 @@ def test_who_returns_after_the_last_bucket_does_not_return(late_ns, num_returned
     assert sum(root.seen) == len(EDGES_NS) - 2 + num_returned
 
 
-def test_a_session_that_nobody_asks_for_ages_to_the_end():
-    """Through each bucket once, at its edge, and then no more."""
+def test_an_unused_session_ages_to_the_last_bucket():
+    """It passes each bucket once, at its edge, and then no more."""
     idle = IdleSessions()
     idle.on_idle(A, 7)
     for number, (_, edge_ns) in enumerate(pairwise(EDGES_NS), 1):
@@ -136,7 +139,7 @@ def test_a_session_that_nobody_asks_for_ages_to_the_end():
 
 
 def test_a_session_in_use_does_not_age():
-    """When it is idle again, it ages from then on."""
+    """Once idle again, it ages from then on."""
     idle = IdleSessions()
     idle.on_idle(A, 0)
     idle.on_busy([A])
@@ -146,16 +149,16 @@ def test_a_session_in_use_does_not_age():
     assert list(idle.pop_aged(EDGES_NS[2] + EDGES_NS[1])) == [A]
 
 
-def test_so_many_sessions_age_in_one_look():
-    """The others do in the next one."""
+def test_one_call_ages_a_bounded_number_of_sessions():
+    """The others age in the next call."""
     idle = IdleSessions()
     for number in range(MOST_AGED + 1):
         idle.on_idle(key_of(str(number)), 0)
     assert [len(list(idle.pop_aged(EDGES_NS[1]))) for _ in range(3)] == [MOST_AGED, 1, 0]
 
 
-def test_there_is_news_when_a_share_of_all_that_was_seen_is_new():
-    """At least so much; what was learned is news no more."""
+def test_rates_are_learned_when_a_share_of_the_observations_is_new():
+    """At least that share; observations that were learned are not new any more."""
     idle = IdleSessions()
     returns(idle, LEAST_NEW - 1)
     assert not idle.learn_if_due()
@@ -171,8 +174,8 @@ def test_there_is_news_when_a_share_of_all_that_was_seen_is_new():
     assert idle.learn_if_due()
 
 
-def test_there_is_news_after_so_much_whatever_was_seen_before():
-    """However small a share it is."""
+def test_rates_are_learned_after_a_number_of_new_observations():
+    """However small a share they are."""
     idle = IdleSessions()
     idle._num_seen = idle._num_learned = 10 * round(MOST_NEW / LEARNED_SHARE)
     returns(idle, MOST_NEW - 1)
@@ -181,8 +184,8 @@ def test_there_is_news_after_so_much_whatever_was_seen_before():
     assert idle.learn_if_due()
 
 
-def test_a_rate_is_known_of_idle_sessions_that_are_of_a_class():
-    """Of their bucket; it is learned anew when there is news."""
+def test_idle_sessions_of_a_class_have_a_rate():
+    """It is that of their bucket, and changes when rates are learned."""
     idle = IdleSessions()
     assert not idle.rate(A)
     returns(idle, LEAST_NEW)

@@ -41,8 +41,8 @@ def test_pages_make_no_difference_and_stay_short(monkeypatch):
         assert max(len(page) for page in order._pages._pages) <= 8
 
 
-def test_pages_that_hold_little_become_one(monkeypatch):
-    """Where one session of each page stays, pages are not as many as sessions."""
+def test_pages_with_few_sessions_are_merged(monkeypatch):
+    """If one session of each page stays, there are fewer pages than sessions."""
     monkeypatch.setattr(lru_order, "LRU_PAGE", 8)
     order = LruOrder()
     keys = [SessionKey("a", "m", str(number)) for number in range(320)]
@@ -56,7 +56,7 @@ def test_pages_that_hold_little_become_one(monkeypatch):
 
 
 def test_guarded_sessions_come_last_over_pages(monkeypatch):
-    """Those of the last page that are not guarded come before the first guarded one."""
+    """Unguarded sessions of the last page come before the first guarded one."""
     monkeypatch.setattr(lru_order, "LRU_PAGE", 2)
     order = LruOrder()
     for key in KEYS[:6]:
@@ -71,7 +71,7 @@ def test_guarded_sessions_come_last_over_pages(monkeypatch):
 
 
 def test_a_session_that_comes_back_is_not_guarded():
-    """It was forgotten, with what protected it."""
+    """It was removed together with its guards."""
     order = LruOrder()
     order.guard(KEYS[0], Guard.PINNED)
     order.touch(KEYS[0])
@@ -82,8 +82,8 @@ def test_a_session_that_comes_back_is_not_guarded():
 
 
 @pytest.mark.parametrize("put", [LruOrder.touch, LruOrder.enter_before])
-def test_pages_are_filled_before_there_is_another(monkeypatch, put):
-    """At either end; so that finding a session looks at few."""
+def test_pages_are_filled_before_a_new_one_is_made(monkeypatch, put):
+    """At either end; so that finding a session reads few pages."""
     monkeypatch.setattr(lru_order, "LRU_PAGE", 8)
     order = LruOrder()
     for number in range(80):

@@ -1,4 +1,4 @@
-"""What each policy makes of uses, of the queue and of hints."""
+"""How each policy uses accesses, the queue and hints."""
 
 import pytest
 
@@ -29,8 +29,8 @@ def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
     assert sessions.victims() == "acb"
 
 
-def test_the_paper_s_window_exempts_its_requests_and_no_others():
-    """Outside of it the least recently used go first, though they may be the next to be needed."""
+def test_the_papers_window_exempts_its_requests_only():
+    """Outside of it the least recently used go first, though they may be needed next."""
     sessions = Sessions("lookahead", capacity_bytes=200)
     sessions.placement.observe_size(100)
     sessions.use("a", "b", "c", "d", "e")
@@ -44,8 +44,8 @@ def test_the_paper_s_window_exempts_its_requests_and_no_others():
     assert sessions.victims() == "abcde"
 
 
-def test_requests_that_came_and_went_leave_nothing_for_the_next_look():
-    """Nobody asks the paper's policy for victims, and requests come and go all the same."""
+def test_past_requests_do_not_accumulate():
+    """Requests come and go although no call asks the paper's policy for victims."""
     sessions = Sessions("lookahead", capacity_bytes=200)
     sessions.use("a")
     for number in range(50):
@@ -65,7 +65,7 @@ def test_the_whole_queue_goes_last_tail_first():
 
 @pytest.mark.parametrize("policy", LOOKING_AHEAD)
 def test_a_running_session_goes_first_in_dram_and_late_elsewhere(policy):
-    """Its KV is in the engine's memory; what is on SSD may be the only copy."""
+    """In DRAM the engine has its KV; on SSD its blocks may be the only copy."""
     sessions = Sessions(policy, capacity_bytes=100)
     sessions.placement.observe_size(1)
     sessions.use("a", "b", "c", "d")
@@ -89,8 +89,8 @@ def test_an_ended_session_goes_first_until_it_is_used(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_superseded_session_goes_first_among_its_equals_until_it_is_used(policy):
-    """A guess: what is guarded stays so, and a use ends it."""
+def test_a_superseded_session_goes_first_until_it_is_used(policy):
+    """It is a guess: guarded sessions stay guarded, and a use ends it."""
     sessions = Sessions(policy)
     sessions.use("a", "b", "c", "d")
     for name in "cd":
@@ -104,8 +104,8 @@ def test_a_superseded_session_goes_first_among_its_equals_until_it_is_used(polic
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"predictive"}))
-def test_what_awaits_tools_has_the_place_that_it_had(policy):
-    """These learn nothing of tools; nobody needs to know the session."""
+def test_policies_that_learn_nothing_ignore_tools(policy):
+    """A session that awaits tools keeps its place; it need not be known."""
     sessions = Sessions(policy)
     sessions.use("a", "b", "c")
     sessions.policy.on_await(key_of("a"), ("bash",), 1)
@@ -114,7 +114,7 @@ def test_what_awaits_tools_has_the_place_that_it_had(policy):
 
 
 @pytest.mark.parametrize("policy", LOOKING_AHEAD)
-def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
+def test_an_ended_session_with_a_waiting_turn_is_kept_for_it(policy):
     """The hint came with the last turn, which is still to be computed."""
     sessions = Sessions(policy, capacity_bytes=100)
     sessions.placement.observe_size(1)
@@ -129,8 +129,8 @@ def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
 
 
 @pytest.mark.parametrize("policy", LOOKING_AHEAD)
-def test_nothing_needed_sooner_gives_way(policy):
-    """Not to a guarded session either; who is neither known nor queued displaces ended ones."""
+def test_no_session_that_is_needed_sooner_gives_way(policy):
+    """Nor does a guarded one; a session that is neither known nor queued displaces ended ones."""
     sessions = Sessions(policy, capacity_bytes=100)
     sessions.placement.observe_size(1)
     sessions.use("a", "b", "c", "d", "e", "f")
@@ -149,8 +149,8 @@ def test_nothing_needed_sooner_gives_way(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bytes_without_a_use_are_ranked_by_the_last_use(policy):
-    """A late write makes nothing warm; a tier that is left is left alone."""
+def test_blocks_without_a_use_are_ranked_by_the_last_use(policy):
+    """A late write makes no session warmer; a tier that the session left is not changed."""
     sessions = Sessions(policy)
     sessions.use("a", "b", "c")
     sessions.policy.on_evict(key_of("a"), Tier.DRAM)
@@ -163,8 +163,8 @@ def test_bytes_without_a_use_are_ranked_by_the_last_use(policy):
     assert not sessions.policy.ranks(key_of("a"), Tier.SSD)
 
 
-def test_what_comes_after_a_start_is_used_later_than_what_rests():
-    """Whatever rests is colder than what is used now, or was used since."""
+def test_restored_sessions_are_colder_than_used_ones():
+    """A restored session is colder than one used now, or since the start."""
     for policy in POLICIES:
         if policy == "fifo":
             continue
@@ -175,8 +175,8 @@ def test_what_comes_after_a_start_is_used_later_than_what_rests():
         assert sessions.victims() == "bcxa"
 
 
-def test_the_end_of_a_guard_is_a_use():
-    """Its begin is none; a guard that is begun twice ends once."""
+def test_the_end_of_a_guard_counts_as_a_use():
+    """Its beginning does not; a guard that begins twice ends once."""
     sessions = Sessions("lru")
     sessions.use("a", "b", "c")
     for _ in range(2):
@@ -189,8 +189,8 @@ def test_the_end_of_a_guard_is_a_use():
     assert sessions.victims() == "bcad"
 
 
-def test_clean_bytes_are_offered_while_there_is_anything_in_dram():
-    """What leaves SSD says nothing of them."""
+def test_clean_blocks_are_offered_while_the_session_is_in_dram():
+    """Leaving SSD changes nothing of that."""
     sessions = Sessions("lru")
     sessions.use("a")
     key = key_of("a")

@@ -1,4 +1,4 @@
-"""The predictive policy: what it learns of sessions, and what it does with it."""
+"""The predictive policy: what it learns of sessions, and how it ranks them."""
 
 from string import ascii_lowercase, ascii_uppercase
 
@@ -29,10 +29,10 @@ class Chats(Sessions):
 
     def wait(self, seconds: float) -> None:
         self.now_ns += round(seconds * NS_PER_S)
-        self.victims()  # somebody asks now and then
+        self.victims()  # the order is read now and then
 
     def teach(self, num_sessions: int = 200) -> None:
-        """Those that say little return once, a minute later; those that say a lot never."""
+        """Teach the policy: small sessions return once, a minute later; large ones never."""
         for number in range(num_sessions):
             self.turn(f"little {number}", 10)
             self.turn(f"a lot {number}", 10_000)
@@ -43,8 +43,8 @@ class Chats(Sessions):
         self.wait(4 * 60 * 60)
 
 
-def test_before_anything_was_learned_it_is_lookahead_queue():
-    """Order for order, while sessions come and nobody has returned yet."""
+def test_before_it_has_learned_it_equals_lookahead_queue():
+    """The orders are equal while sessions come and none has returned yet."""
     learning, plain = Chats(), Chats("lookahead_queue")
     for sessions in learning, plain:
         for name in "abcdefgh":
@@ -60,8 +60,8 @@ def test_before_anything_was_learned_it_is_lookahead_queue():
     assert not list(learning.policy.returning(learning.now_ns))
 
 
-def test_who_is_likely_to_return_stays_longer():
-    """Though last used earlier."""
+def test_sessions_that_are_likely_to_return_stay_longer():
+    """They stay even if they were used earlier."""
     sessions = Chats()
     sessions.teach()
     sessions.turn("x", 10)
@@ -73,13 +73,16 @@ def test_who_is_likely_to_return_stays_longer():
 
 
 def calling(name: str, *tools: str, sessions: Chats) -> None:
-    """A turn whose answer calls tools, which is known before the turn's end is."""
+    """Run a turn whose answer calls tools, which is known before the turn's end."""
     sessions.turn(name)
     sessions.policy.on_await(key_of(name), tools, sessions.now_ns)
 
 
-def test_who_waits_for_a_tool_stays_for_about_as_long_as_nine_of_ten_calls_take():
-    """Longer than people, who return within half a minute; then it goes before them."""
+def test_a_session_that_waits_for_a_tool_stays_until_nine_of_ten_calls_have_returned():
+    """It stays longer than people's sessions, which return within half a minute.
+
+    Then it goes first.
+    """
     sessions = Chats()
     for number in range(400):
         name = f"learner {number}"
@@ -100,16 +103,16 @@ def test_who_waits_for_a_tool_stays_for_about_as_long_as_nine_of_ten_calls_take(
         assert sessions.victims() == order
 
 
-def test_a_tool_that_was_never_seen_is_waited_for_too():
-    """With nothing learned at all, those who wait for one go last."""
+def test_sessions_that_wait_for_an_unknown_tool_stay_too():
+    """Before anything is learned, they go last."""
     sessions = Chats()
     calling("x", "new", sessions=sessions)
     sessions.turn("y")
     assert sessions.victims() == "yx"
 
 
-def test_what_tools_a_session_waits_for_is_forgotten_when_it_is_back():
-    """Said late, when its next turn waits already, it says nothing."""
+def test_awaited_tools_are_forgotten_at_the_next_turn():
+    """A hint that comes when the next turn already waits has no effect."""
     sessions = Chats()
     calling("x", "shell", sessions=sessions)
     assert sessions.policy._idle.awaits(key_of("x"))
@@ -120,7 +123,7 @@ def test_what_tools_a_session_waits_for_is_forgotten_when_it_is_back():
 
 
 def test_a_superseded_session_goes_first_until_it_is_used():
-    """Before those that have ended earlier, if it was used before them; it is no evidence."""
+    """It goes before earlier ended sessions, and is not counted as one that does not return."""
     sessions = Chats()
     calling("x", "shell", sessions=sessions)
     sessions.turn("y")
@@ -132,8 +135,8 @@ def test_a_superseded_session_goes_first_until_it_is_used():
     assert sessions.victims() == "yx"
 
 
-def test_nothing_is_read_ahead_while_turns_run_that_came_with_tools_results():
-    """Their sessions come back for the room; also if the engine that ran them is lost."""
+def test_nothing_is_read_ahead_while_turns_with_tool_results_run():
+    """Their sessions need the room soon; also if the engine that ran them is lost."""
     sessions = Chats()
     sessions.teach()
     sessions.turn("a", 10)
@@ -155,8 +158,8 @@ def test_nothing_is_read_ahead_while_turns_run_that_came_with_tools_results():
     assert likely() == ["a"]
 
 
-def test_what_returns_is_learned_of_dropped_sessions_too():
-    """Were only kept ones watched, those that are dropped early would seem never to return."""
+def test_returns_of_dropped_sessions_are_learned_too():
+    """Otherwise sessions that are dropped early would seem never to return."""
     sessions = Chats()
     for number in range(200):
         for name in f"little {number}", f"a lot {number}":
@@ -171,8 +174,8 @@ def test_what_returns_is_learned_of_dropped_sessions_too():
     assert sessions.victims() == "yx"
 
 
-def test_an_ended_session_is_no_evidence():
-    """With hints, that some sessions end says nothing of those of which nothing was said."""
+def test_ended_sessions_are_no_evidence():
+    """Ends reported for some sessions must not change the estimate for the others."""
     sessions = Chats()
     for number in range(200):
         sessions.turn(f"returns {number}", 10)
@@ -191,8 +194,8 @@ def test_an_ended_session_is_no_evidence():
     assert survival < 0.1
 
 
-def test_thinking_sessions_on_ssd_are_read_ahead_likeliest_first():
-    """Not those in DRAM, nor those with a turn in the queue, nor ended ones."""
+def test_idle_sessions_on_ssd_are_read_ahead_likeliest_first():
+    """Sessions in DRAM, with a queued turn, or ended are not read."""
     sessions = Chats()
     sessions.teach()
     for name in "abcde":
@@ -209,8 +212,8 @@ def test_thinking_sessions_on_ssd_are_read_ahead_likeliest_first():
     assert set(returning) <= {"a", "d", "f"}
 
 
-def test_thinking_sessions_that_are_guarded_are_read_ahead_first():
-    """However likely the others; each session once."""
+def test_guarded_idle_sessions_are_read_ahead_first():
+    """However likely the others are; each session once."""
     sessions = Chats()
     sessions.teach()
     for name in "abc":
@@ -223,8 +226,8 @@ def test_thinking_sessions_that_are_guarded_are_read_ahead_first():
     assert sorted(returning) == ["a", "b", "c"]
 
 
-def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
-    """The longest forgotten one goes; those that are stored stay whatever comes."""
+def test_the_number_of_remembered_unstored_sessions_is_bounded(monkeypatch):
+    """The oldest one is forgotten; stored sessions are always remembered."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
     sessions = Chats()
     sessions.turn("stays")
@@ -239,8 +242,8 @@ def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
     assert len(histories) == 1 + 10
 
 
-def test_a_session_of_an_earlier_kvd_is_remembered_once_a_turn_of_it_was_asked_for(monkeypatch):
-    """It is stored, though it was not used since, and stays as others do."""
+def test_a_restored_session_is_remembered_once_a_turn_asks_for_it(monkeypatch):
+    """It is stored, though it was not used since the start, and stays like the others."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
     sessions = Chats()
     sessions.policy.on_restore([key_of("stays")])
@@ -252,8 +255,8 @@ def test_a_session_of_an_earlier_kvd_is_remembered_once_a_turn_of_it_was_asked_f
     assert key_of("stays") in sessions.policy._idle._histories
 
 
-def test_sessions_wait_to_age_once_though_nobody_asks_who_has(monkeypatch):
-    """However often they are used; one that is forgotten waits no more."""
+def test_a_session_is_scheduled_to_age_once(monkeypatch):
+    """However often it is used without a look; one that is forgotten is not scheduled any more."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
     sessions = Chats()
     for _ in range(30):
@@ -269,7 +272,7 @@ def test_sessions_wait_to_age_once_though_nobody_asks_who_has(monkeypatch):
 
 
 def test_a_session_ages_from_its_last_use_on():
-    """Though it waits to age since an earlier one; it comes to no bucket too early."""
+    """An earlier use may have scheduled it; it still enters no bucket too early."""
     sessions = Chats()
     sessions.turn("a")
     sessions.now_ns += EDGES_NS[1] - 1
@@ -281,8 +284,8 @@ def test_a_session_ages_from_its_last_use_on():
         assert history.bucket == bucket
 
 
-def test_requests_of_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
-    """They are counted, and no more."""
+def test_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
+    """They are only counted."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
     sessions = Chats()
     sessions.queue([f"new {number}" for number in range(50)])
@@ -292,19 +295,19 @@ def test_requests_of_unknown_sessions_that_never_start_take_bounded_room(monkeyp
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 3.0, 10_000.0])
 def test_any_idle_time_can_be_learned(seconds):
-    """A program's or a person's: most sessions are there until then, and few after it."""
+    """Most sessions stay idle until that time, and few longer, be it a program's or a person's."""
     survival = survival_after_turns(seconds)
     bucket = bucket_at(round(seconds * NS_PER_S))
     assert survival[bucket] > 0.7
     assert survival[bucket + 1] < 0.2
 
 
-def test_who_returns_after_days_counts_as_one_who_does_not():
+def test_a_return_after_days_counts_as_none():
     assert survival_after_turns(10_000_000.0)[-1] == 1
 
 
 def survival_after_turns(seconds: float) -> list[float]:
-    """How likely sessions are idle still when each bucket begins, if they return after so long."""
+    """Return the survival at the start of each bucket, for sessions that return after this time."""
     sessions = Chats()
     for _ in range(400):
         sessions.turn("x", 10)
@@ -317,8 +320,8 @@ def survival_after_turns(seconds: float) -> list[float]:
     return survival
 
 
-def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
-    """In one call a few, and all of them in the end."""
+def test_many_sessions_are_ranked_again_in_steps(monkeypatch):
+    """One call ranks a few, and finally all are ranked."""
     monkeypatch.setattr(policies, "ALL_AT_ONCE", 4)
     monkeypatch.setattr(policies, "SOME_AT_ONCE", 3)
     sessions = Chats()
@@ -328,7 +331,7 @@ def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
     for name in lots:
         sessions.turn(name, 10_000)
     sessions.wait(40)
-    for name in littles + lots:  # one spell of idle time, from before anything is learned
+    for name in littles + lots:  # one idle period, from before anything is learned
         sessions.use(name)
     assert sessions.victims() == littles + lots
     for session_class, has_returned in (("A", True), ("a", False)):
@@ -343,8 +346,8 @@ def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
     assert orders[0] != orders[8] != orders[-1] == lots + littles
 
 
-def test_after_a_quiet_time_sessions_get_older_some_at_a_time(monkeypatch):
-    """However many have; and each is then as old as it is, with one look."""
+def test_after_a_pause_sessions_age_in_steps(monkeypatch):
+    """However many are due; each then has its right age at once."""
     monkeypatch.setattr(idle_sessions, "MOST_AGED", 10)
     sessions = Chats()
     for letter in ascii_lowercase:

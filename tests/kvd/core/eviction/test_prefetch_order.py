@@ -1,4 +1,4 @@
-"""Which waiting session is read next: the soonest that can be there in time, within the window."""
+"""The waiting session that is read next: the first that can be read in time, within the window."""
 
 import pytest
 
@@ -14,7 +14,7 @@ A, B, C, D = KEYS[:4]
 
 
 class Waiting:
-    """A queue and its order of prefetching; every session that waits is looked at."""
+    """A queue and its prefetch order; every waiting session is reported to it."""
 
     def __init__(self, *keys, interval_ns=INTERVAL_NS) -> None:
         self.queue = QueueWindow(self._changed)
@@ -31,7 +31,7 @@ class Waiting:
         return self.order.pick(window, lambda key, _starts_in_ns: key not in late)
 
     def picks(self, window=100, late=()):
-        """One after another, each read to its end before the next is picked."""
+        """Pick one after another, reading each to its end before the next pick."""
         found = []
         while (key := self.pick(window, late)) is not None:
             found.append(key)
@@ -44,54 +44,54 @@ def requests_of(*keys, first_number=0):
 
 
 def test_sessions_are_picked_in_queue_order():
-    """Each once; then there is nothing to be read."""
+    """Each is picked once; then no session is left to be read."""
     waiting = Waiting(C, A, B)
     assert waiting.picks() == [C, A, B]
     assert waiting.pick() is None
 
 
 def test_a_pick_stays_until_it_is_settled():
-    """Who reads a session piece by piece gets the same one again."""
+    """Reading a session piece by piece picks the same one again."""
     waiting = Waiting(A, B)
     assert [waiting.pick(), waiting.pick()] == [A, A]
 
 
 @pytest.mark.parametrize("window", range(4))
 def test_the_window_counts_all_requests_of_the_queue(window):
-    """Also those of sessions that have nothing to be read: it is DRAM that would be full."""
+    """Requests without anything to read count as well: the window limits what fills DRAM."""
     waiting = Waiting(A, B, C)
     waiting.order.settle(A)
     assert waiting.picks(window) == [B, C][: max(0, window - 1)]
 
 
 def test_the_window_moves_as_turns_start():
-    """A session behind the window comes into it without a report of its own."""
+    """A session behind the window enters it without a report of its own."""
     waiting = Waiting(A, B, C)
     assert waiting.picks(window=2) == [A, B]
     waiting.change(left=[0])
     assert waiting.picks(window=2) == [C]
 
 
-def test_one_that_cannot_be_there_in_time_yields_to_one_that_can():
-    """The disk's time is spent where it helps; the late one is picked when nothing else is."""
+def test_a_session_that_would_be_late_yields_to_one_in_time():
+    """The disk's time is spent where it helps; the late one is picked when no other is left."""
     waiting = Waiting(A, B, C)
     assert waiting.picks(late={A}) == [B, C, A]
 
 
-def test_if_none_can_be_there_in_time_the_first_is_read_all_the_same():
-    """What is there by then need not be read on demand."""
+def test_if_all_would_be_late_the_first_is_read():
+    """What is read by then need not be read on demand."""
     assert Waiting(A, B, C).picks(late={A, B, C}) == [A, B, C]
 
 
-def test_a_bounded_number_of_late_ones_is_passed_over():
-    """However long the queue is, a look is short; the last that is looked at is still taken."""
+def test_a_bounded_number_of_late_sessions_is_skipped():
+    """A pick is short however long the queue is; the last session looked at is taken."""
     waiting = Waiting(*KEYS)
     assert waiting.pick(late=KEYS[: MOST_LATE - 1]) == KEYS[MOST_LATE - 1]
     assert waiting.pick(late=KEYS[:MOST_LATE]) == KEYS[0]
 
 
-def test_a_pick_says_when_the_session_starts():
-    """By the requests that its own engine has before it; 0 if nobody knows how long one takes."""
+def test_a_pick_has_the_sessions_start_time():
+    """It follows from the requests ahead of it at its engine; 0 if their duration is unknown."""
     seen_ns = {}
 
     def note(key, starts_in_ns):
@@ -105,23 +105,23 @@ def test_a_pick_says_when_the_session_starts():
     assert seen_ns[C] == 0
 
 
-def test_a_session_whose_request_left_is_not_picked():
-    """Neither the cancelled one nor one that runs already."""
+def test_a_session_whose_request_has_left_is_not_picked():
+    """The request was cancelled or has started."""
     waiting = Waiting(A, B, C)
     waiting.change(left=[0])
     assert waiting.picks() == [B, C]
 
 
-def test_a_session_with_two_requests_stands_where_its_first_one_does():
-    """When that one starts, where the second does; it is picked once."""
+def test_a_session_with_two_requests_has_the_place_of_the_first():
+    """When the first starts, it gets the second's place; it is picked once."""
     waiting = Waiting(A, B, A)
     assert waiting.pick() == A
     waiting.change(left=[0])
     assert waiting.picks() == [B, A]
 
 
-def test_one_that_is_reopened_is_picked_again_in_its_place():
-    """Bytes of it have left DRAM."""
+def test_a_reopened_session_is_picked_again_in_its_place():
+    """Some of its blocks have left DRAM."""
     waiting = Waiting(A, B, C)
     waiting.order.settle(A)
     waiting.order.settle(B)
@@ -129,8 +129,8 @@ def test_one_that_is_reopened_is_picked_again_in_its_place():
     assert waiting.picks() == [B, C]
 
 
-def test_one_that_does_not_wait_is_never_opened():
-    """What leaves DRAM of an idle session is no reason to read it."""
+def test_an_idle_session_is_never_opened():
+    """Losing blocks in DRAM is no reason to read an idle session."""
     waiting = Waiting(A)
     waiting.order.reopen(B)
     assert waiting.picks() == [A]
@@ -143,22 +143,22 @@ def test_an_urgent_request_is_picked_first_wherever_it_came_from():
     assert waiting.picks() == [D, A, B]
 
 
-def test_requests_of_another_engine_are_picked_by_when_they_start():
+def test_requests_of_several_engines_are_picked_by_start_time():
     """A fast engine's third request may start before a slow one's first."""
     waiting = Waiting(A, B)
     waiting.change(engine=2, waiting=requests_of(C, D), interval_ns=INTERVAL_NS + 1)
     assert waiting.picks() == [A, C, B, D]
 
 
-def test_nothing_is_left_of_an_engine_that_is_gone():
-    """Its sessions are nobody's next."""
+def test_a_lost_engines_sessions_are_not_picked():
+    """Its queue is removed."""
     waiting = Waiting(A, B)
     waiting.queue.forget(ENGINE)
     assert waiting.picks() == []
 
 
-def test_one_of_many_is_looked_up_by_itself():
-    """It leaves its old place for the new one; one that was settled has a place again."""
+def test_reopening_one_of_many_moves_only_it():
+    """It leaves its old place for the new one; a settled session gets a place again."""
     waiting = Waiting(*KEYS)
     assert waiting.pick() == KEYS[0]
     waiting.change(waiting=[QueuedRequest((-1, 0.0, 20), KEYS[20])])

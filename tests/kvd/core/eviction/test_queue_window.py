@@ -29,7 +29,7 @@ def request(number: int, name=None, tag: float = 0.0, priority: int = 0) -> Queu
 
 
 class Window:
-    """A queue window that is checked after each call, and counts its notifications by session."""
+    """A queue window that is checked after each call, and records its notifications."""
 
     def __init__(self) -> None:
         self.reported: Counter[str] = Counter()
@@ -91,8 +91,8 @@ def test_changes_join_move_start_and_leave():
     assert not window.queue.is_running(key_of(0))
 
 
-def test_changes_of_what_is_not_known_are_harmless():
-    """A request that leaves without having come; one that comes twice."""
+def test_changes_of_unknown_requests_are_harmless():
+    """A request may leave without having come, or come twice."""
     window = Window()
     window.replace(1, request(1))
     window.change(1, left=[7])
@@ -101,8 +101,8 @@ def test_changes_of_what_is_not_known_are_harmless():
     assert window.names() == ["1"]
 
 
-def test_the_digest_is_the_sum_over_the_requests():
-    """The same by whatever way they came."""
+def test_the_digest_is_the_sum_over_all_requests():
+    """It does not depend on the order of changes."""
     whole, steps = Window(), Window()
     running = [RunningRequest(77, key_of("r"))]
     digest = whole.replace(1, *map(request, range(20)), running=running)
@@ -114,8 +114,8 @@ def test_the_digest_is_the_sum_over_the_requests():
     assert whole.replace(1) == 0
 
 
-def test_a_queue_that_is_reported_again_is_not_news():
-    """Only sessions whose requests are others are notified of, and the others keep their place."""
+def test_an_unchanged_queue_causes_no_notification():
+    """Only sessions with changed requests are notified of, and the others keep their places."""
     window = Window()
     window.replace(1, *map(request, range(100)), interval_ns=MS)
     place = window.queue.place(key_of(50))
@@ -126,7 +126,7 @@ def test_a_queue_that_is_reported_again_is_not_news():
     assert window.names() == [str(n) for n in range(80, 200)]
 
 
-def test_a_number_that_is_another_sessions_now_is_a_change():
+def test_a_number_that_another_session_takes_over_is_a_change():
     """Whether it waits or runs."""
     window = Window()
     window.replace(1, *map(request, range(9)), running=[RunningRequest(10, key_of("x"))])
@@ -142,8 +142,8 @@ def test_a_number_that_is_another_sessions_now_is_a_change():
 
 
 @pytest.mark.parametrize("how", ["forgotten", "replaced by nothing"])
-def test_an_engine_goes_with_its_requests(how):
-    """Those of others stay, also of a session that both have."""
+def test_a_lost_engines_requests_are_removed(how):
+    """Other engines' requests stay, also those of shared sessions."""
     window = Window()
     window.replace(1, *map(request, range(10)), running=[RunningRequest(20, key_of("both"))])
     window.replace(2, request(1, "both"), running=[RunningRequest(2, key_of("both"))])
@@ -161,7 +161,7 @@ def test_an_engine_goes_with_its_requests(how):
     assert 1 not in window.queue._engines
 
 
-def test_a_small_engine_goes_without_looking_at_all_requests():
+def test_removing_a_small_engine_does_not_scan_all_requests():
     """Its requests are taken out one by one."""
     window = Window()
     window.replace(1, *map(request, range(200)), interval_ns=MS)
@@ -172,7 +172,7 @@ def test_a_small_engine_goes_without_looking_at_all_requests():
 
 
 def test_engines_are_merged_by_estimated_start():
-    """One that starts a request every two milliseconds is passed by one that does every one."""
+    """An engine that starts a request every millisecond overtakes one that needs two."""
     window = Window()
     window.replace(1, *(request(n, f"a{n}") for n in range(4)), interval_ns=2 * MS)
     window.replace(2, *(request(n, f"b{n}") for n in range(4)), interval_ns=1 * MS)
@@ -183,7 +183,7 @@ def test_engines_are_merged_by_estimated_start():
     assert list(window.queue)[:2] == [key_of("b0"), key_of("a0")]
 
 
-def test_a_request_that_comes_late_keeps_its_engines_order():
+def test_a_late_request_keeps_its_engines_order():
     """Its estimate lies between those of its neighbours, which were made before."""
     window = Window()
     window.replace(1, *(request(n, tag=float(n)) for n in range(4)), interval_ns=MS)
@@ -192,7 +192,7 @@ def test_a_request_that_comes_late_keeps_its_engines_order():
     assert window.names() == ["0", "1", "9", "2", "3", "10"]
 
 
-def test_a_session_stands_where_its_first_turn_does():
+def test_a_session_has_the_place_of_its_first_turn():
     """It is queued while any of its turns waits, and runs while any runs, at any engine."""
     window = Window()
     window.replace(1, request(1, "s"), request(2), request(3, "s"))
@@ -205,8 +205,8 @@ def test_a_session_stands_where_its_first_turn_does():
     assert window.queue.is_running(key_of("s"))
 
 
-def test_many_turns_of_one_session_cost_no_more_than_those_of_many():
-    """Nobody who waits with one session for ten thousand turns holds up the others."""
+def test_many_turns_of_one_session_cost_as_much_as_those_of_many():
+    """A client that queues ten thousand turns in one session does not delay the others."""
     window = QueueWindow(lambda _: None)
     requests = QueueChange([request(n, "same") for n in range(10_000)])
     window.replace(1, requests, 0)
@@ -215,8 +215,8 @@ def test_many_turns_of_one_session_cost_no_more_than_those_of_many():
     window.check()
 
 
-def test_places_between_two_are_those_from_one_to_below_none_behind_the_other():
-    """Whichever is sooner; both are among them."""
+def test_the_requests_between_two_places_are_counted():
+    """From the first place to below the second, in either order."""
     window = Window()
     window.replace(1, *(request(n) for n in range(5)), interval_ns=MS)
     places = [window.queue.place(key_of(n)) for n in range(5)]
@@ -228,8 +228,8 @@ def test_places_between_two_are_those_from_one_to_below_none_behind_the_other():
     assert [window.queue.place_at(n) for n in (0, 4, 5)] == [places[0], places[4], None]
 
 
-def test_when_a_job_starts_is_estimated_as_it_comes():
-    """One interval after that before it, and no sooner than that; nor later than the next one."""
+def test_a_start_is_estimated_at_arrival():
+    """It is one interval after the start before it, and no later than the next one's."""
     window = Window()
     window.change(1, request(1, tag=1.0), now_ns=10)
     assert window.queue.starts_in_ns(window.queue.place(key_of(1))) == 0, "no interval is known"

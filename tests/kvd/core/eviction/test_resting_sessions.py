@@ -1,4 +1,4 @@
-"""Sessions that a start finds: ranked as if each had come by itself, and next to no work."""
+"""Restored sessions: ranked as if each had been added individually, at almost no cost."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ steps = st.lists(
 
 
 def take(sessions: Sessions, what: str | Guard, name: str) -> None:
-    """Have something happen to a session."""
+    """Let an event happen to a session."""
     policy, key = sessions.policy, key_of(name)
     match what:
         case "use":
@@ -47,8 +47,8 @@ def take(sessions: Sessions, what: str | Guard, name: str) -> None:
             sessions.queue([], [name])
 
 
-def seen(sessions: Sessions) -> list[object]:
-    """What a policy answers."""
+def answers_of(sessions: Sessions) -> list[object]:
+    """Return the policy's answers."""
     orders = [sessions.victims(tier) for tier in (None, *Tier)]
     below = [sessions.victims(tier, name) for tier in (None, *Tier) for name in RESTED + "x"]
     ranks = [sessions.policy.ranks(key_of(n), tier) for n in RESTED + "x" for tier in Tier]
@@ -58,22 +58,22 @@ def seen(sessions: Sessions) -> list[object]:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(deadline=None, max_examples=examples(60))
 @given(steps)
-def test_sessions_of_an_earlier_kvd_rank_as_if_each_had_come_by_itself(policy, steps):
-    """Whatever happens to them, and to others, under every policy and in every tier."""
+def test_restored_sessions_rank_like_individually_added_ones(policy, steps):
+    """Under every policy, in every tier, whatever happens to them and to others."""
     resting, each = Sessions(policy, capacity_bytes=300), Sessions(policy, capacity_bytes=300)
     resting.policy.on_restore([key_of(name) for name in RESTED])
     for name in RESTED:
         each.policy.on_insert(key_of(name), Tier.SSD)
-    assert seen(resting) == seen(each)
+    assert answers_of(resting) == answers_of(each)
     for what, name in steps:
         for sessions in resting, each:
             sessions.now_ns += 1_000_000_000
             take(sessions, what, name)
-        assert seen(resting) == seen(each)
+        assert answers_of(resting) == answers_of(each)
 
 
-def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
-    """However many a start has found: a look at the coldest ones asks for a few ranks."""
+def test_reading_the_order_ranks_few_restored_sessions(monkeypatch):
+    """However many there are: a look at the coldest ones asks for a few ranks."""
     sessions = Sessions("predictive")
     keys = [key_of(str(number)) for number in range(100_000)]
     sessions.policy.on_restore(keys)
@@ -95,8 +95,8 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
     assert not sessions.policy._idle._histories
 
 
-def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
-    """The one at the very end is found without a look at each place before it."""
+def test_used_sessions_are_skipped_by_the_page(monkeypatch):
+    """The last one is found without reading each place before it."""
     monkeypatch.setattr(session_order, "RESTING_PAGE", 4)
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(19)]
@@ -111,8 +111,8 @@ def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
 
 
 @given(st.integers(0, 20), st.integers(0, 25), st.integers(0, 25))
-def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
-    """From one rank to below another, whether or not any session has either."""
+def test_any_part_of_the_order_can_be_read(num_sessions, coldest, warmest):
+    """It lies between two ranks, whether or not a session has these."""
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(num_sessions)]
     resting.restore(keys, first_use=1)
@@ -121,8 +121,8 @@ def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
     assert list(found) == expected
 
 
-def test_what_rests_between_pages_that_woke_is_found(monkeypatch):
-    """Page by page, each whole."""
+def test_restored_sessions_between_used_pages_are_found(monkeypatch):
+    """Whole pages were used in between."""
     monkeypatch.setattr(session_order, "RESTING_PAGE", 4)
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(20)]

@@ -1,4 +1,4 @@
-"""What is learned of returns, and what keeping a session is rated by it."""
+"""What is learned of returns, and the value of keeping a session that follows from it."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ hazard_lists = st.lists(st.floats(0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_B
 
 
 def see(session_class, num_sessions, share, bucket):
-    """Watch sessions to a bucket's end: so many of them return in it, the others never."""
+    """Observe sessions until a bucket's end: so many of them return in it, the others never."""
     num_returned = round(num_sessions * share)
     for number in range(num_sessions):
         for earlier in range(bucket):
@@ -35,7 +35,7 @@ def see(session_class, num_sessions, share, bucket):
 @settings(deadline=None)
 @given(hazard_lists)
 def test_a_rate_is_the_best_share_of_returns_per_second_kept(hazards):
-    """Over all times to give the session up at, tried one by one."""
+    """Every time to give the session up at is tried."""
     for bucket, rate in enumerate(return_rates(hazards)):
         survival, returned, seconds, best = 1.0, 0.0, 0.0, 0.0
         for later in range(bucket, NUM_BUCKETS):
@@ -47,29 +47,29 @@ def test_a_rate_is_the_best_share_of_returns_per_second_kept(hazards):
         assert rate == pytest.approx(best, rel=1e-9)
 
 
-def test_a_rate_is_exact_though_hardly_any_session_is_left():
-    """Of those that are, and nobody else: most of a short bucket's sessions return in each."""
+def test_a_rate_is_exact_when_few_sessions_are_left():
+    """It is of the remaining ones only: most of a short bucket's sessions return in each."""
     hazards = [0.95] * 30 + [0.5] + [0.0] * (NUM_BUCKETS - 31)
     width_s = (EDGES_NS[31] - EDGES_NS[30]) / NS_PER_S
     assert return_rates(hazards)[30] == pytest.approx(0.5 / (width_s * 0.75))
 
 
-def test_every_idle_time_is_in_its_bucket():
-    """Up to the last edge; whatever is longer is in the last one."""
+def test_every_idle_time_has_a_bucket():
+    """Times beyond the last edge belong to the last one."""
     for bucket in range(NUM_BUCKETS):
         assert bucket_at(EDGES_NS[bucket]) == bucket
         assert bucket_at(EDGES_NS[bucket + 1] - 1) == bucket
     assert bucket_at(EDGES_NS[-1] * 10) == NUM_BUCKETS - 1
 
 
-def test_before_anything_was_seen_nobody_returns():
-    """So that nobody is preferred."""
+def test_before_any_observation_no_session_returns():
+    """So no session is preferred."""
     hazards = ReturnHazards()
     assert hazards.rates(hazards.class_of((1, 2, 3))) == [0.0] * NUM_BUCKETS
 
 
-def test_hazards_are_what_was_seen():
-    """Of a class with many sessions, whatever its parent is like."""
+def test_hazards_of_a_large_class_are_the_observed_ones():
+    """The class has many observations, whatever its parent's are."""
     hazards = ReturnHazards()
     often, seldom = hazards.class_of((1,)), hazards.class_of((2,))
     see(often, 1500, 0.8, 14)
@@ -81,8 +81,8 @@ def test_hazards_are_what_was_seen():
     assert hazards.rates(often)[10] > 5 * hazards.rates(seldom)[10]
 
 
-def test_a_class_that_was_seldom_seen_is_like_its_parent_times_a_factor():
-    """A few returns say how many return; when, is taken from the others."""
+def test_a_small_class_has_its_parents_hazards_times_a_factor():
+    """A few returns give the factor; the times of returns come from the parent."""
     hazards = ReturnHazards()
     see(hazards.class_of((1, 1)), 1000, 0.3, 14)
     few = hazards.class_of((1, 2))
@@ -97,8 +97,8 @@ def test_a_class_that_was_seldom_seen_is_like_its_parent_times_a_factor():
     )
 
 
-def test_what_nobody_has_reached_is_less_likely_than_what_came_before():
-    """Sessions were dropped by then, say: to go on is all there is."""
+def test_unreached_buckets_have_lower_hazards_than_those_before():
+    """For example because sessions were dropped by then: extrapolation is all there is."""
     hazards = ReturnHazards()
     root = hazards.class_of(())
     for _ in range(50):
@@ -107,8 +107,8 @@ def test_what_nobody_has_reached_is_less_likely_than_what_came_before():
     assert found[10] > found[13] > found[20] > 0
 
 
-def test_old_sessions_fade():
-    """What is seen now counts, and counts stay bounded."""
+def test_old_observations_fade():
+    """New ones count, and counts stay bounded."""
     hazards = ReturnHazards()
     root = hazards.class_of(())
     for has_returned in (True, False):
@@ -118,8 +118,8 @@ def test_old_sessions_fade():
     assert hazards.hazards(root)[10] < 0.1
 
 
-def test_rates_change_only_when_learned():
-    """So that an order made of them stays one."""
+def test_rates_change_only_when_rates_are_learned():
+    """So an order made of them stays valid."""
     hazards = ReturnHazards()
     session_class = hazards.class_of((1,))
     before = hazards.rates(session_class)
@@ -131,8 +131,8 @@ def test_rates_change_only_when_learned():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, NUM_BUCKETS - 1), st.booleans())))
-def test_what_is_learned_is_bounded(seen):
-    """Hazards are probabilities, whatever was seen."""
+def test_hazards_are_probabilities(seen):
+    """Whatever was observed."""
     hazards = ReturnHazards()
     classes = [hazards.class_of((number % 2, number)) for number in range(6)]
     for number, bucket, has_returned in seen:
@@ -142,8 +142,8 @@ def test_what_is_learned_is_bounded(seen):
         assert all(0 <= hazard < 1 for hazard in hazards.hazards(session_class))
 
 
-def test_rates_are_computed_once_until_something_is_learned():
-    """However often they are asked for; what is counted meanwhile does not show in them."""
+def test_rates_are_computed_once_per_learning():
+    """Counts in between do not change them."""
     hazards = ReturnHazards()
     session_class = hazards.class_of((1,))
     hazards.learn()
@@ -156,7 +156,7 @@ def test_rates_are_computed_once_until_something_is_learned():
 
 
 def test_counts_of_one_bucket_are_halved_together():
-    """Also those of the classes above; the others stay."""
+    """Counts of the classes above are halved as well; other buckets stay."""
     hazards = ReturnHazards()
     parent, child = hazards.class_of(()), hazards.class_of((1,))
     assert child.parent is parent
@@ -168,8 +168,8 @@ def test_counts_of_one_bucket_are_halved_together():
     assert (parent.seen[3], parent.returned[3], sum(parent.seen)) == (2.0, 1.0, 2.0)
 
 
-def test_hazards_are_smoothed_over_the_buckets_around():
-    """By the kernel; where nothing was seen by what came before, less and less."""
+def test_hazards_are_smoothed_over_neighbouring_buckets():
+    """By the kernel; buckets without observations follow those before, with decreasing weight."""
     hazards = ReturnHazards()
     root = hazards.class_of(())
     root.seen[10], root.returned[10] = 100.0, 50.0
@@ -182,8 +182,8 @@ def test_hazards_are_smoothed_over_the_buckets_around():
     assert hazards.hazards(root) == pytest.approx(expected)
 
 
-def test_hazards_of_a_class_are_those_of_its_parent_times_a_factor():
-    """That of all its returns, as far as there are; what was seen of a bucket counts beside it."""
+def test_a_class_has_its_parents_hazards_times_a_factor():
+    """The factor is that of all its returns; a bucket's own observations count beside it."""
     hazards = ReturnHazards()
     root, child = hazards.class_of(()), hazards.class_of((1,))
     root.seen[10], root.returned[10] = 1000.0, 100.0
@@ -195,9 +195,8 @@ def test_hazards_of_a_class_are_those_of_its_parent_times_a_factor():
     assert hazards.hazards(child) == pytest.approx(expected)
 
 
-def test_who_returns_for_sure_needs_no_room_afterwards():
-    """Half a bucket is all that it takes, whichever it is idle in; that nobody comes to the next
-    one makes no rate wrong."""
+def test_a_certain_return_needs_half_a_bucket_of_room():
+    """In whichever bucket; that no session reaches the next one makes no rate wrong."""
     widths_s = [(end - start) / NS_PER_S for start, end in pairwise(EDGES_NS)]
     expected = [2 / width_s for width_s in widths_s]
     assert return_rates([1.0] * NUM_BUCKETS) == pytest.approx(expected)

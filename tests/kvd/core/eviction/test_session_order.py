@@ -1,4 +1,4 @@
-"""SessionOrder: places are kept up to date whatever changes between two looks."""
+"""SessionOrder: places are up to date however many changes come between two looks."""
 
 from math import inf
 
@@ -24,7 +24,7 @@ changes = st.lists(
 @settings(deadline=None)
 @given(changes, st.sampled_from([10, inf]))
 def test_the_order_is_that_of_the_newest_ranks(changes, most_at_once):
-    """Few changes between two looks or many: what is in the order comes sorted, each once."""
+    """Few or many changes between two looks: sessions come sorted, each once."""
     ranks = {key: (5, index) for index, key in enumerate(KEYS)}
     order = SessionOrder(lambda key: ranks[key], most_at_once)
     members = set()
@@ -48,8 +48,8 @@ def test_the_order_is_that_of_the_newest_ranks(changes, most_at_once):
         assert len(order) == len(members)
 
 
-def test_many_changes_that_nobody_looks_at_are_placed_some_at_a_time(monkeypatch):
-    """So that the look that comes in the end has little to do, however many came before it."""
+def test_many_changes_without_a_look_are_placed_in_steps(monkeypatch):
+    """So the next look has little to do, however many changes came before it."""
     monkeypatch.setattr(session_order, "MOST_CHANGED", 10)
     num_placed = 0
 
@@ -72,7 +72,7 @@ def test_many_changes_that_nobody_looks_at_are_placed_some_at_a_time(monkeypatch
 
 
 def test_a_look_at_a_large_order_places_some_and_the_others_come_last(monkeypatch):
-    """Of a whole queue that is told at once; looks that follow place the others."""
+    """A whole queue is reported at once; later looks place the other sessions."""
     monkeypatch.setattr(session_order, "MOST_CHANGED", 10)
     ranks = {key: (0, index) for index, key in enumerate(KEYS)}
     order = SessionOrder(lambda key: ranks[key], most_at_once=len(KEYS) - 1)

@@ -1,4 +1,4 @@
-"""Session placement: what the queue says reaches the policy, and how large the windows are."""
+"""Session placement: how the queue reaches the policy, and how large the windows are."""
 
 import pytest
 
@@ -16,7 +16,7 @@ WHOLE_QUEUE = [name for name in ("lookahead_queue", "predictive") if name in POL
 
 
 class NotedPolicy(LruPolicy):
-    """LRU that writes down what the queue says."""
+    """LRU that records reports of the queue."""
 
     def __init__(self, context) -> None:
         super().__init__(context)
@@ -33,7 +33,7 @@ class NotedPolicy(LruPolicy):
             self.noted.append(("engaged", key, rank, is_running, now_ns))
 
     def take(self):
-        """What was noted since the last time."""
+        """Return the reports since the last call."""
         noted, self.noted = self.noted, []
         return noted
 
@@ -56,11 +56,11 @@ def touch_all(placement, *keys):
         placement.policy.on_access(key, now_ns)
 
 
-# ------------------------------------------------------------------------------ what the queue says
+# ------------------------------------------------------------------------------ the queue
 
 
-def test_a_turn_arrives_once(placement):
-    """As it begins to wait; that it runs then, or has another place, is no arrival."""
+def test_a_turn_arrives_when_it_begins_to_wait(placement):
+    """Starting, or changing its place, is no second arrival."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 5)
     assert placement.policy.take() == [("arrived", A, 5), ("engaged", A, (0, 0.0, 0), False, 5)]
     placement.change_queue(ENGINE, QueueChange([QueuedRequest((-1, 0.0, 0), A)]), 6)
@@ -74,13 +74,13 @@ def test_a_turn_arrives_once(placement):
 
 
 def test_a_turn_that_never_waits_arrives_as_it_starts(placement):
-    """An idle engine's queue is never seen."""
+    """An idle engine's queue is never reported."""
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 5)
     assert placement.policy.take() == [("arrived", A, 5), ("engaged", A, None, True, 5)]
 
 
-def test_a_second_turn_of_a_session_that_runs_has_a_place(placement):
-    """It both runs and waits, and is busy until neither is so."""
+def test_a_second_turn_of_a_running_session_has_a_place(placement):
+    """The session both runs and waits, and is busy until both have ended."""
     placement.change_queue(ENGINE, QueueChange(waiting(A), [RunningRequest(7, A)]), 0)
     assert placement.policy.take()[-1] == ("engaged", A, (0, 0.0, 0), True, 0)
     placement.change_queue(ENGINE, QueueChange(left=[7]), 1)
@@ -89,7 +89,7 @@ def test_a_second_turn_of_a_session_that_runs_has_a_place(placement):
     assert not placement.is_busy(A)
 
 
-def test_a_full_snapshot_that_says_the_same_is_no_arrival(placement):
+def test_an_unchanged_full_snapshot_is_no_arrival(placement):
     """kvd asked for it: nothing has happened."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     placement.policy.take()
@@ -97,8 +97,8 @@ def test_a_full_snapshot_that_says_the_same_is_no_arrival(placement):
     assert not [call for call in placement.policy.take() if call[0] == "arrived"]
 
 
-def test_turns_of_an_engine_that_is_new_are_no_arrivals(placement):
-    """They may have waited for long: when each of them came is not known."""
+def test_turns_of_a_new_engine_are_no_arrivals(placement):
+    """They may have waited for long: their arrival times are unknown."""
     placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     assert not [call for call in placement.policy.take() if call[0] == "arrived"]
     more = QueueChange(waiting(A, B, C), [RunningRequest(7, C)])
@@ -106,8 +106,8 @@ def test_turns_of_an_engine_that_is_new_are_no_arrivals(placement):
     assert [call[1] for call in placement.policy.take() if call[0] == "arrived"] == [C]
 
 
-def test_a_full_snapshot_takes_out_what_it_does_not_name(placement):
-    """Whether it waited or ran."""
+def test_a_full_snapshot_removes_unnamed_turns(placement):
+    """Whether they waited or ran."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     placement.policy.take()
     placement.replace_queue(ENGINE, QueueChange(waiting(A)), 1)
@@ -116,7 +116,7 @@ def test_a_full_snapshot_takes_out_what_it_does_not_name(placement):
     assert [placement.is_busy(key) for key in (A, B, C)] == [True, False, False]
 
 
-def test_an_engine_that_is_gone_leaves_only_its_own(placement):
+def test_a_lost_engine_removes_its_own_turns_only(placement):
     """A session that waits at another one, too, still waits."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B)), 0)
     placement.change_queue(OTHER, QueueChange(waiting(B), [RunningRequest(7, C)]), 0)
@@ -129,14 +129,14 @@ def test_an_engine_that_is_gone_leaves_only_its_own(placement):
     assert len(placement.queue) == 1
 
 
-def test_forgetting_an_engine_that_never_reported_anything_changes_nothing(placement):
+def test_removing_an_engine_without_a_queue_changes_nothing(placement):
     """It attached and left."""
     placement.forget_engine(ENGINE, 0)
     assert placement.policy.take() == []
 
 
-def test_who_waits_is_to_be_read_until_it_is_settled_or_leaves(placement):
-    """The order of prefetching follows the queue by itself."""
+def test_waiting_sessions_are_read_until_settled_or_gone(placement):
+    """The prefetch order follows the queue automatically."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B)), 0)
     placement.prefetching.settle(A)
     assert placement.prefetching.pick(10, lambda *_: True) == B
@@ -145,7 +145,7 @@ def test_who_waits_is_to_be_read_until_it_is_settled_or_leaves(placement):
 
 
 def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
-    """Not as soon as it runs: its load may just begin; and only as long as it runs."""
+    """Not when it starts: its load may just begin; and only while it runs."""
     placement.on_load(A)
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     assert not placement.is_released(A), "what was loaded before was for something else"
@@ -155,8 +155,8 @@ def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
     assert not placement.is_released(A)
 
 
-def test_what_is_loaded_before_the_start_is_reported_counts(placement):
-    """Changes of the queue come a little later than what they report."""
+def test_a_load_before_the_reported_start_counts(placement):
+    """Changes of the queue arrive a little after the events that they report."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 0)
     placement.on_load(A)
     assert not placement.is_released(A)
@@ -164,8 +164,8 @@ def test_what_is_loaded_before_the_start_is_reported_counts(placement):
     assert placement.is_released(A)
 
 
-def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
-    """It waits while the one before it runs, or comes as soon as that one ends."""
+def test_the_next_turn_of_a_session_must_be_loaded_again(placement):
+    """It waits while the previous one runs, or arrives when that one ends."""
     placement.change_queue(
         ENGINE, QueueChange(waiting(A, first_number=1), [RunningRequest(0, A)]), 0
     )
@@ -179,7 +179,7 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     assert not placement.is_released(A)
 
 
-def test_a_queue_reported_in_full_releases_only_the_turn_that_was_loaded(placement):
+def test_a_full_snapshot_releases_only_the_loaded_turn(placement):
     """The same turn stays released, another turn of the session is not."""
     placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.on_load(A)
@@ -189,7 +189,7 @@ def test_a_queue_reported_in_full_releases_only_the_turn_that_was_loaded(placeme
     assert not placement.is_released(A)
 
 
-def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
+def test_a_turn_that_arrives_as_the_previous_one_ends_counts(placement):
     """Both may be reported in one change."""
     placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.policy.take()
@@ -200,8 +200,8 @@ def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
 # ------------------------------------------------------------------------------------------ windows
 
 
-def test_the_window_is_so_many_sessions_of_mean_size(placement):
-    """L_pw = C_mem / S_kv; without any session there is no mean, and no window."""
+def test_the_window_is_a_number_of_sessions_of_mean_size(placement):
+    """L_pw = C_mem / S_kv; without sessions there is no mean, and no window."""
     assert placement.window(CAPACITY) == 0
     placement.observe_size(100)
     placement.observe_size(300)
@@ -209,7 +209,7 @@ def test_the_window_is_so_many_sessions_of_mean_size(placement):
     assert placement.window(199) == 0
 
 
-def test_the_first_sizes_weigh_alike(placement):
+def test_the_first_sizes_have_equal_weight(placement):
     """The mean is exact until there are many."""
     sizes = [3, 50, 700, 20, 1]
     for size in sizes:
@@ -217,8 +217,8 @@ def test_the_first_sizes_weigh_alike(placement):
     assert placement.window(10**9) == int(10**9 / (sum(sizes) / len(sizes)))
 
 
-def test_the_mean_forgets(placement):
-    """Sessions that have become longer widen no window for ever."""
+def test_old_sizes_fade_from_the_mean(placement):
+    """Sessions that have grown do not keep their small sizes in it."""
     for size in [1] * 1000 + [100] * int(10 / MEAN_SHARE):
         placement.observe_size(size)
     assert placement.window(10_000) == 100
@@ -239,7 +239,7 @@ def test_the_eviction_window_is_of_both_tiers_as_they_are_now():
 
 
 @pytest.mark.parametrize("name", WHOLE_QUEUE)
-def test_who_waits_goes_last_and_the_tail_before_the_head(name):
+def test_idle_sessions_go_before_the_queue_tail_first(name):
     """Idle sessions first, then the queue from its end."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
@@ -249,8 +249,8 @@ def test_who_waits_goes_last_and_the_tail_before_the_head(name):
 
 
 @pytest.mark.parametrize("name", WHOLE_QUEUE)
-def test_two_engines_make_one_queue(name):
-    """What starts sooner goes later, whoever it waits for."""
+def test_two_engines_form_one_queue(name):
+    """Sessions that start sooner go later, whichever engine they wait for."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), interval_ns=100), 10)
@@ -260,8 +260,8 @@ def test_two_engines_make_one_queue(name):
 
 
 @pytest.mark.parametrize("name", WHOLE_QUEUE)
-def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
-    """Nothing stale is left in the order: they give way to whoever waits."""
+def test_sessions_of_a_lost_engine_are_idle_again(name):
+    """No stale place is left: they give way to waiting sessions."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 10)
@@ -271,8 +271,8 @@ def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ("fifo", "lru") if name in POLICIES])
-def test_some_do_not_look_at_the_queue(name):
-    """They are what looking ahead is compared with."""
+def test_some_policies_ignore_the_queue(name):
+    """They are the baselines for looking ahead."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, C, B)), 10)
@@ -280,7 +280,7 @@ def test_some_do_not_look_at_the_queue(name):
 
 
 @pytest.mark.parametrize("name", WHOLE_QUEUE)
-def test_nobody_gives_way_to_one_that_is_needed_later(name):
+def test_no_session_gives_way_to_one_needed_later(name):
     """Only idle sessions and later ones do; the one itself need not be in the tier."""
     placement = placement_by(name)
     touch_all(placement, *KEYS[:5])
@@ -291,7 +291,7 @@ def test_nobody_gives_way_to_one_that_is_needed_later(name):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_session_that_has_ended_goes_first(name):
+def test_an_ended_session_goes_first(name):
     """Until it is used again, whatever else is known of it."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)

@@ -1,4 +1,4 @@
-"""How soon sessions return that wait for tools: by tenant and tool, of a bounded number of them."""
+"""How soon sessions that wait for tools return: by tenant and tool, in bounded memory."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from shared.types.units import NS_PER_S
 
 
 class Tools:
-    """What is learned of one tenant's tools."""
+    """The statistics of one tenant's tools."""
 
     def __init__(self) -> None:
         self.hazards = ReturnHazards()
@@ -24,7 +24,7 @@ class Tools:
         return self.returns.class_of(tenant, names)
 
     def see(self, name: str, after_s: float, num_times: int = 300) -> None:
-        """A tool answers so often after so long; what was learned shows."""
+        """Let a tool answer so often after so long, and learn from it."""
         of = self.call(name)
         last = bucket_at(round(after_s * NS_PER_S))
         for _ in range(num_times):
@@ -37,15 +37,18 @@ class Tools:
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 0.3), (0.9, 13.6), (0.99, 216.0)])
-def test_a_tool_that_was_never_seen_is_as_slow_as_published_ones(share, seconds):
-    """To the end of the bucket, below a second two octaves, and as far as hazards are smoothed."""
+def test_an_unknown_tool_has_published_return_times(share, seconds):
+    """To the end of the bucket; two octaves below a second, and as far as hazards are smoothed."""
     tools = Tools()
     hazards = tools.hazards.hazards(tools.call("new"))
     assert seconds <= quantile_ns(hazards, share) / NS_PER_S <= 3.5 * seconds
 
 
-def test_a_tool_is_as_slow_as_it_was_seen_to_be():
-    """After some three hundred calls, whatever others are like; a new one is as the others are."""
+def test_a_tool_has_its_observed_return_times():
+    """After some three hundred calls, whatever others' are.
+
+    A new one starts with the others' times.
+    """
     tools = Tools()
     tools.see("read", 0.1)
     tools.see("test", 100.0)
@@ -54,8 +57,8 @@ def test_a_tool_is_as_slow_as_it_was_seen_to_be():
     assert tools.slow_s("read") < tools.slow_s("new") <= tools.slow_s("test")
 
 
-def test_tools_of_other_tenants_are_others():
-    """By the same name, too."""
+def test_tools_of_other_tenants_are_separate():
+    """Even with the same name."""
     tools = Tools()
     tools.see("read", 0.1)
     assert tools.call("read") is tools.call("read")
@@ -63,8 +66,8 @@ def test_tools_of_other_tenants_are_others():
     assert tools.slow_s("read", tenant="u") > tools.slow_s("read")
 
 
-def test_the_slowest_of_several_tools_stands_for_all():
-    """In whatever order they are called; one that was never seen is as slow as tools are."""
+def test_the_slowest_of_several_tools_counts():
+    """In any order; an unknown one has the usual times."""
     tools = Tools()
     tools.see("read", 0.1)
     tools.see("test", 1000.0)
@@ -74,8 +77,8 @@ def test_the_slowest_of_several_tools_stands_for_all():
     assert tools.call("new", "test") is tools.call("test")
 
 
-def test_of_very_many_tools_at_once_the_first_are_looked_at():
-    """So that a call takes bounded time."""
+def test_of_very_many_tools_only_the_first_count():
+    """So a call takes bounded time."""
     tools = Tools()
     tools.see("test", 1000.0)
     tools.see("read", 0.1, 2000)
@@ -84,16 +87,19 @@ def test_of_very_many_tools_at_once_the_first_are_looked_at():
     assert tools.call(*others[1:], "test") is tools.call("test")
 
 
-def test_names_are_told_apart_by_how_they_begin():
-    """So that they take bounded room."""
+def test_names_are_distinguished_by_their_beginning():
+    """So they take bounded room."""
     tools = Tools()
     begin = "x" * MOST_NAME_CHARS
     assert tools.call(begin + "a") is tools.call(begin + "b")
     assert tools.call(begin[1:] + "a") is not tools.call(begin[1:] + "b")
 
 
-def test_a_tool_that_is_called_often_stays_whatever_names_are_made_up():
-    """More often than once in MOST_TOOLS calls; there are never more than so many."""
+def test_a_frequent_tool_stays_whatever_names_are_made_up():
+    """It is called more often than once in MOST_TOOLS calls.
+
+    There are never more entries than that.
+    """
     tools = Tools()
     tools.see("read", 0.1)
     often = tools.call("read")
@@ -105,8 +111,8 @@ def test_a_tool_that_is_called_often_stays_whatever_names_are_made_up():
     assert tools.slow_s("read") <= 1
 
 
-def test_a_tool_in_the_place_of_another_begins_anew():
-    """What was counted of the other is no evidence of it."""
+def test_a_tool_in_anothers_place_starts_over():
+    """The other's counts are no evidence of it."""
     tools = Tools()
     tools.see("slow", 1000.0)
     slow = tools.call("slow")
@@ -117,7 +123,7 @@ def test_a_tool_in_the_place_of_another_begins_anew():
     assert tools.returns.slow_ns(slow) == tools.returns.slow_ns(tools.returns._any_tool)
 
 
-def test_a_share_that_nobody_reaches_is_reached_at_the_end():
-    """Of sessions that return by half only."""
+def test_a_share_that_is_never_reached_gives_the_last_bucket():
+    """For example when only half of the sessions return."""
     assert quantile_ns([0.5] + [0.0] * 40, 0.5) == EDGES_NS[1]
     assert quantile_ns([0.5] + [0.0] * 40, 0.9) == EDGES_NS[-1]

@@ -1,4 +1,4 @@
-"""What operators see."""
+"""What operators see of sessions and tiers."""
 
 from kvd.core.records.tier import Tier
 from kvd.core.state.outbox import COUNTERS
@@ -33,7 +33,7 @@ def test_a_session_is_described_block_by_block():
 
 
 def test_stats_count_bytes_and_leases():
-    """Slots being written are used, not blocks; every counter is there from the start."""
+    """Slots being written are used, blocks are not; every counter exists from the start."""
     world = new_world(num_slots=4, num_extents=8)
     prepare_store(world, A, ONES + TWOS)
     stats = world.engine.inspection.stats()
@@ -49,8 +49,8 @@ def test_stats_count_bytes_and_leases():
     assert set(stats.counters) == set(COUNTERS)
 
 
-def test_ssd_is_used_by_whole_extents():
-    """As many bytes as nobody else can have; a block of a part of one takes a part."""
+def test_ssd_usage_counts_whole_extents():
+    """It is what no other block can have; a packed block takes its part of an extent."""
     world = new_world(num_slots=4, num_extents=8)
     store(world, A, ONES + TWOS)
     _, ssd = world.engine.inspection.stats().tiers
@@ -58,7 +58,7 @@ def test_ssd_is_used_by_whole_extents():
 
 
 def test_queues_and_windows_are_counted():
-    """Requests that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
+    """Waiting requests, and how many sessions of mean size fit into DRAM and into both tiers."""
     world = new_world(num_slots=8, num_extents=8)
     assert world.engine.inspection.queue_stats().prefetch_window == 0
     store(world, A, ONES + TWOS)
@@ -69,8 +69,8 @@ def test_queues_and_windows_are_counted():
     assert (stats.prefetch_window, stats.eviction_window) == (4, 8)
 
 
-def test_what_a_session_wastes_is_what_is_left_of_its_own_blocks():
-    """Shared blocks waste nothing of it; whether it is packed makes no difference."""
+def test_a_sessions_waste_is_in_its_own_blocks():
+    """Shared blocks count no waste; being packed makes no difference."""
     world = new_world(num_slots=4)
     row_bytes = world.engine.layout.block_bytes // 4
     store(world, A, [*ONES, *TWOS, 3])
@@ -82,8 +82,8 @@ def test_what_a_session_wastes_is_what_is_left_of_its_own_blocks():
     assert world.engine.inspection.info(A).waste_bytes == 0
 
 
-def test_a_block_says_whether_it_is_hashed():
-    """What is on SSD was hashed, though its checksums are not in memory."""
+def test_a_description_says_whether_a_block_is_hashed():
+    """Blocks on SSD are hashed, though their checksums are not in memory."""
     world = new_world(num_slots=6)
     complete_store(world, prepare_store(world, A, ONES))
     assert [b.is_hashed for b in world.engine.inspection.describe(A).blocks] == [False]
@@ -97,8 +97,8 @@ def test_a_block_says_whether_it_is_hashed():
     ] * 2
 
 
-def test_windows_are_of_what_is_not_kept_free():
-    """Neither may what is kept free be read into, nor is it lost for what is stored."""
+def test_windows_do_not_count_the_room_that_is_kept_free():
+    """Reading ahead may not use it, and stores may."""
     world = new_world(num_slots=8, num_extents=8, watermark=0.25)
     store(world, A, ONES + TWOS)
     world.engine.engines.replace_queue(1, queue_of(A, B, C))

@@ -20,8 +20,8 @@ from tests.kvd.core.turns import ONES, OTHER_TENANT, THREES, TWOS, A, B, C, load
 LAYOUT = "ff"
 
 
-def named(world, wanted=EVERYTHING, order=SessionOrder.IDLE, *, is_reversed=False):
-    """Session keys that a listing of one layout has, in order."""
+def list_keys(world, wanted=EVERYTHING, order=SessionOrder.IDLE, *, is_reversed=False):
+    """Return the session keys of a listing of one layout, in order."""
     request = ListingRequest(wanted, "", order, is_reversed)
     return listing(world, request).keys
 
@@ -36,7 +36,7 @@ def listing(world, request, after=None):
 
 @dataclass
 class Shelf:
-    """Ranks that tests give, of three layouts."""
+    """Ranks of sessions that tests choose, in three layouts."""
 
     request: ListingRequest = field(default_factory=ListingRequest)
     listings: Listings = field(default_factory=Listings)
@@ -49,7 +49,7 @@ class Shelf:
         return builder.finish()
 
 
-def test_every_order_has_first_what_operators_look_for():
+def test_every_order_begins_with_what_operators_look_for():
     """Longest idle, largest, most tokens, next to expire; reversed, the other way round."""
     world = new_world(default_ttl_ns=1_000)
     for key, tokens in ((C, [*ONES, 9]), (A, ONES), (B, TWOS + THREES)):
@@ -64,12 +64,12 @@ def test_every_order_has_first_what_operators_look_for():
         SessionOrder.TTL: [B, A, C],
     }
     for order, keys in expected.items():
-        assert named(world, order=order) == keys
-    assert named(world, order=SessionOrder.TTL, is_reversed=True) == [C, A, B]
+        assert list_keys(world, order=order) == keys
+    assert list_keys(world, order=SessionOrder.TTL, is_reversed=True) == [C, A, B]
 
 
-def test_filters_name_what_they_say():
-    """Tenant, tier, idle time, size, pin, end; conditions add up."""
+def test_each_filter_selects_its_sessions():
+    """Tenant, tier, idle time, size, pin, end; conditions are combined."""
     world = new_world(num_slots=3)
     store(world, OTHER_TENANT, ONES + TWOS)
     world.now_ns += 100
@@ -91,15 +91,15 @@ def test_filters_name_what_they_say():
         SessionFilter(ended=True, pinned=True): [],
     }
     for wanted, keys in expected.items():
-        assert named(world, wanted) == keys, wanted
+        assert list_keys(world, wanted) == keys, wanted
     store(world, B, [7] * 12)
-    store(world, B, [7] * 12 + [8])  # takes the room of all others in DRAM
-    assert named(world, SessionFilter(tier=Tier.DRAM)) == [B]
-    assert OTHER_TENANT in named(world, SessionFilter(tier=Tier.SSD))
+    store(world, B, [7] * 12 + [8])  # evicts all others from DRAM
+    assert list_keys(world, SessionFilter(tier=Tier.DRAM)) == [B]
+    assert OTHER_TENANT in list_keys(world, SessionFilter(tier=Tier.SSD))
 
 
-def test_a_filter_is_narrowed_to_what_may_be_seen():
-    """Who may see some tenants sees them, or of these the one asked for, or nothing."""
+def test_a_filter_is_limited_to_visible_tenants():
+    """A caller of some tenants sees theirs, or the requested one of these, or nothing."""
     mine = frozenset({"a", "b"})
     assert EVERYTHING.within(mine).tenants == mine
     assert SessionFilter(tenants=frozenset({"b"})).within(mine).tenants == {"b"}
@@ -108,7 +108,7 @@ def test_a_filter_is_narrowed_to_what_may_be_seen():
 
 
 def test_packed_tokens_are_counted():
-    """A session that lies on SSD only is as large and as long as before."""
+    """A session on SSD only has the same size and length as before."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS + [3])
     before = world.engine.inspection.info(A)
@@ -116,13 +116,13 @@ def test_packed_tokens_are_counted():
     store(world, B, [7] * 12 + [8])
     info = world.engine.inspection.info(A)
     assert (info.dram_bytes, info.num_tokens, info.total_bytes) == (0, 9, before.total_bytes)
-    assert named(world, order=SessionOrder.TOKENS) == [B, A]
+    assert list_keys(world, order=SessionOrder.TOKENS) == [B, A]
     load(world, A, ONES + TWOS + [3])
     assert world.engine.inspection.info(A).num_tokens == 9
 
 
 def test_layouts_are_merged():
-    """Sessions of all layouts come in one order; equal ones by their keys."""
+    """Sessions of all layouts form one order; equal ones are ordered by key."""
     shelf = Shelf()
     found = shelf.list()
     assert list(zip(found.layouts, found.keys, strict=True)) == [
@@ -134,8 +134,8 @@ def test_layouts_are_merged():
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_a_listing_that_is_gone_goes_on_where_it_was(is_reversed):
-    """Newer listings take its place, or another kvd does; its token still says how to go on."""
+def test_a_token_outlives_its_listing(is_reversed):
+    """Newer listings replace it, or kvd restarts; the token still says where to continue."""
     shelf = Shelf(ListingRequest(is_reversed=is_reversed))
     whole = shelf.list()
     listing_id = shelf.listings.open(whole)
@@ -148,8 +148,8 @@ def test_a_listing_that_is_gone_goes_on_where_it_was(is_reversed):
     assert (again.keys, again.layouts) == (whole.keys[2:], whole.layouts[2:])
 
 
-def test_a_token_serves_its_own_listing_only():
-    """With another filter, a listing is made anew: nobody sees the sessions of another's."""
+def test_a_token_is_valid_for_its_own_listing_only():
+    """With another filter a new listing is made: no caller sees another one's sessions."""
     shelf = Shelf()
     listing_id = shelf.listings.open(shelf.list())
     token = shelf.list().token(listing_id, 1)
@@ -165,6 +165,6 @@ def test_a_token_serves_its_own_listing_only():
     ["x", "1/2/idle/x/ff/a/b/c", "1/1/idle/1/ff/a/b", "-1/1/idle/1/ff/a/b/c", "1/1/ttl/1/f/a/b/c"],
 )
 def test_a_foreign_page_token_is_refused(token):
-    """It is the caller's error, with a remedy; so is one of a listing in another order."""
+    """It is the caller's error, with a remedy, as is a token of another order."""
     with pytest.raises(InvalidRequestError, match="first page"):
         parse_page_token(token, SessionOrder.IDLE.value)

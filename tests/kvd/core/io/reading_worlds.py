@@ -1,4 +1,4 @@
-"""Worlds of a cache in which blocks are read ahead, and what tests do to them."""
+"""Cache worlds that read blocks ahead, and operations of their tests."""
 
 from kvd.core.records.actions import ReadBlock
 from kvd.core.state.limits import Limits
@@ -7,7 +7,7 @@ from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, A, B, C, new_wor
 from tests.property.cache_world import SHAPE, CacheWorld
 from tests.property.expecting_policy import ExpectingPolicy
 
-BLOCK_BYTES = SHAPE.full_bytes  # of a read
+BLOCK_BYTES = SHAPE.full_bytes  # bytes of a read
 ONE, MANY = BLOCK_BYTES, 64 * BLOCK_BYTES  # in flight
 TOKENS = {A: ONES, B: TWOS, C: THREES}
 
@@ -29,7 +29,7 @@ def store_on_ssd(world, sizes):
 
 
 def tokens_of(key, num_blocks):
-    """Blocks that no other session has."""
+    """Return tokens of blocks that no other session has."""
     return TOKENS[key] * num_blocks
 
 
@@ -39,14 +39,14 @@ def queue(world, *keys, engine_id=ENGINE_ID):
 
 
 def run(world, key, number=99):
-    """Have a turn of the session run, and no other."""
+    """Run a turn of the session, and no other."""
     change = QueueChange(running=[RunningRequest(number, key)])
     world.engine.engines.replace_queue(ENGINE_ID, change)
     world.pump()
 
 
 def being_read(world):
-    """Whose blocks are being read, in the order in which that was asked for."""
+    """Return the sessions whose blocks are being read, in the order of the requests."""
     infos = {
         key: world.engine.inspection.info(key) and world.engine.inspection.describe(key)
         for key in TOKENS
@@ -56,7 +56,7 @@ def being_read(world):
 
 
 def finish_reads(world):
-    """End reads one by one, with what they bring about; returns whose they were."""
+    """End reads one by one, with their consequences; return their sessions."""
     done = []
     while world.io_of(ReadBlock):
         done.append(being_read(world)[0])

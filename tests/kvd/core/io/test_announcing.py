@@ -1,4 +1,4 @@
-"""Who is evicted next is announced while there is room, once, and not too much at once."""
+"""The sessions that are evicted next are announced in time, once, and not too many at once."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ QUOTA = {"tenant_limits": lambda _: TenantLimits(quota_bytes=16 * LAYOUT.block_b
 
 
 def announcing_world(num_slots=4, num_extents=16, **limits) -> CacheWorld:
-    """One whose headroom is a block."""
+    """Make a world whose headroom is a block."""
     return new_world(num_slots, num_extents, announces_evictions=True, **limits)
 
 
@@ -43,15 +43,15 @@ def fill(world: CacheWorld, num_sessions: int, first: int = 0) -> None:
         store(world, KEYS[number], [number + 100] * 4)
 
 
-def announced(world: CacheWorld) -> list:
-    """The sessions that were announced since this was asked for, after looks that are due."""
+def take_announced(world: CacheWorld) -> list:
+    """Return the sessions announced since the last call, after the looks that are due."""
     wait(world, LOOK_NS)
     wait(world, LOOK_NS)
     return news(world)
 
 
 def news(world: CacheWorld) -> list:
-    """The sessions that were announced since this was asked for."""
+    """Return the sessions announced since the last call."""
     found = [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_NEAR_EVICTION]
     world.events.clear()
     return found
@@ -67,69 +67,69 @@ def news(world: CacheWorld) -> list:
     ],
     ids=["ssd", "dram", "sessions", "quota"],
 )
-def test_who_goes_next_is_announced(num_slots, num_extents, limits):
-    """Room for what comes, and for one that is used instead; whatever sessions are evicted for."""
+def test_the_next_victims_are_announced(num_slots, num_extents, limits):
+    """Whether new blocks or used ones need the room."""
     world = announcing_world(num_slots, num_extents, **limits)
     fill(world, 15)
-    assert announced(world) == []
+    assert take_announced(world) == []
     fill(world, 1, first=15)
-    assert announced(world) == KEYS[:2]
+    assert take_announced(world) == KEYS[:2]
     for number in range(16, 40):
         fill(world, 1, first=number)
         dropped = [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_DROPPED]
         assert dropped == [KEYS[number - 16]]
-        assert announced(world) == [KEYS[number - 14]]
+        assert take_announced(world) == [KEYS[number - 14]]
 
 
-def test_nobody_is_told_who_does_not_want_to_know():
-    """As the limits say; a reload lets it begin."""
+def test_announcements_can_be_switched_off():
+    """The limits say so; a reload switches them on."""
     world = new_world(4, 16)
     fill(world, 20)
-    assert announced(world) == []
+    assert take_announced(world) == []
     world.engine.set_limits(replace(world.limits, announces_evictions=True))
-    assert announced(world) == KEYS[4:6]
+    assert take_announced(world) == KEYS[4:6]
 
 
-def test_a_session_is_announced_once_until_it_is_used():
-    """By what is loaded, or stored; operators see it, and the next kvd says so again."""
+def test_a_session_is_announced_once_between_two_uses():
+    """Loads and stores are uses; operators see it, and the next kvd announces it again."""
     world = announcing_world()
     fill(world, 16)
-    assert announced(world) == KEYS[:2]
+    assert take_announced(world) == KEYS[:2]
     near = [info.key for info in infos(world.engine) if info.near_eviction]
     assert sorted(near) == KEYS[:2]
-    assert announced(world) == []
+    assert take_announced(world) == []
     load(world, KEYS[0], [100] * 4)
-    assert announced(world) == [KEYS[2]]
+    assert take_announced(world) == [KEYS[2]]
     store(world, KEYS[1], [101] * 4 + [7])
-    assert announced(world) == KEYS[3:5], "one of them has gone for it"
+    assert take_announced(world) == KEYS[3:5], "one of them has gone for it"
     world.quiesce()
     world.start()
-    assert announced(world) == KEYS[3:5]
+    assert take_announced(world) == KEYS[3:5]
 
 
-def test_what_has_ended_is_no_loss():
-    """Its room counts."""
+def test_ended_sessions_are_not_announced():
+    """Their room counts."""
     world = announcing_world()
     fill(world, 15)
     world.engine.sessions.end(KEYS[7])
     fill(world, 1, first=15)
-    assert announced(world) == [KEYS[0]]
+    assert take_announced(world) == [KEYS[0]]
     fill(world, 1, first=16)
-    assert announced(world) == [KEYS[1]]
+    assert take_announced(world) == [KEYS[1]]
 
 
-def test_who_is_pinned_stays():
-    """Hard: whatever comes; softly or retained: when the others have gone."""
+def test_pinned_sessions_are_not_announced():
+    """A hard-pinned one stays in any case; softly pinned or retained ones go after the others."""
     world = announcing_world()
     fill(world, 15)
     world.engine.sessions.pin(KEYS[0], Pin.HARD)
     world.engine.sessions.pin(KEYS[1], Pin.SOFT)
     assert world.engine._state.sessions[KEYS[1]].guard is Guard.PINNED
     fill(world, 40, first=15)
-    assert not {KEYS[0], KEYS[1]} & set(announced(world))
+    assert not {KEYS[0], KEYS[1]} & set(take_announced(world))
 
 
-def test_what_another_session_goes_on_for_is_said():
+def test_a_superseded_session_is_announced_as_such():
     """It goes first, and may be pushed last."""
     world = announcing_world()
     fill(world, 15)
@@ -143,28 +143,28 @@ def test_what_another_session_goes_on_for_is_said():
     }
 
 
-def test_what_several_share_goes_with_the_last():
-    """It is no room until then, and so the next one is announced, too."""
+def test_a_shared_block_gives_room_with_its_last_session():
+    """Until then the next session is announced, too."""
     world = announcing_world(16, 16)
     store(world, A, ONES * 2)
     store(world, B, ONES * 2)
     store(world, C, TWOS)
     fill(world, 13)
-    assert announced(world) == [A, B, C, KEYS[0]]
+    assert take_announced(world) == [A, B, C, KEYS[0]]
 
 
-def test_a_block_of_several_spans_is_the_room_of_one():
+def test_a_block_of_several_spans_counts_once():
     """Discards have left two spans on it; DRAM has the only copy."""
     world = announcing_world(32, 0)
     for key, tokens in ((A, [1, 2, 3, 4]), (B, [5, 6, 7, 8])):
         store(world, key, tokens)
         assert discard(world, key, tokens, [(1, 2)]) == 3
     fill(world, 30)
-    assert announced(world) == [A, B, KEYS[0]]
+    assert take_announced(world) == [A, B, KEYS[0]]
 
 
-def test_a_look_announces_so_many(monkeypatch):
-    """The others are announced by later ones, which come by themselves."""
+def test_one_look_announces_a_bounded_number(monkeypatch):
+    """Later looks, which are scheduled, announce the others."""
     monkeypatch.setattr("kvd.core.io.announcing.MOST_A_LOOK", 2)
     world = announcing_world(4, 64)
     fill(world, 64)
@@ -175,20 +175,20 @@ def test_a_look_announces_so_many(monkeypatch):
         assert len(found) == 2
     assert seen == KEYS[:4]
     assert world.engine.next_deadline_ns() == world.now_ns + LOOK_NS
-    assert announced(world) == [KEYS[4]]
+    assert take_announced(world) == [KEYS[4]]
     assert world.engine.next_deadline_ns() is None
 
 
-def test_a_look_passes_so_many(monkeypatch):
+def test_one_look_skips_a_bounded_number(monkeypatch):
     """However large the headroom is."""
     monkeypatch.setattr("kvd.core.io.announcing.MOST_AHEAD", 3)
     world = announcing_world(4, 64)
     fill(world, 64)
-    assert announced(world) == KEYS[:3]
+    assert take_announced(world) == KEYS[:3]
 
 
-def test_what_goes_unannounced_is_announced_as_it_goes():
-    """More was stored at once than the headroom is: no loss is unheard of."""
+def test_an_unannounced_victim_is_announced_as_it_goes():
+    """More was stored at once than the headroom holds: no loss goes unreported."""
     world = announcing_world(8, 16)
     fill(world, 16)
     world.events.clear()
@@ -203,32 +203,32 @@ def test_what_goes_unannounced_is_announced_as_it_goes():
     [(16, 0, {}), (4, 16, {}), (64, 64, {"max_sessions": 16}), (64, 64, QUOTA)],
     ids=["dram", "ssd", "sessions", "quota"],
 )
-def test_who_runs_is_not_near_eviction(num_slots, num_extents, limits):
-    """In DRAM it is the first: its engine has it, and it goes when nothing else is left."""
+def test_a_running_session_is_not_near_eviction(num_slots, num_extents, limits):
+    """In DRAM it ranks first, because its engine has it, but it is lost only after all others."""
     world = announcing_world(num_slots, num_extents, policy="lookahead_queue", **limits)
     fill(world, 15)
     running = QueueChange(running=[RunningRequest(1, KEYS[0])])
     world.engine.engines.change_queue(ENGINE_ID, running)
     fill(world, 1, first=15)
-    assert announced(world) == KEYS[1:3]
+    assert take_announced(world) == KEYS[1:3]
 
 
-def test_a_quota_that_has_ended_bounds_nobody():
-    """What was charged before that is looked at in vain."""
+def test_a_quota_that_has_ended_is_ignored():
+    """Earlier charges of the tenant do not matter any more."""
     world = announcing_world(64, 64, **QUOTA)
     fill(world, 20)
     world.events.clear()
     world.engine.set_limits(new_world(64, 64, announces_evictions=True).limits)
-    assert announced(world) == []
+    assert take_announced(world) == []
     assert not world.engine._state.tenants.charged
 
 
-def test_what_only_dram_has_is_announced_when_it_nears_its_end_there():
-    """SSD is full of what is worth more."""
+def test_blocks_in_dram_only_are_announced_before_they_leave_it():
+    """SSD is full of warmer sessions."""
     world = announcing_world(16, 4, policy="lookahead_queue")
     fill(world, 4)
     world.engine.engines.change_queue(ENGINE_ID, queue_of(*KEYS[:4]))
     world.events.clear()
     fill(world, 11, first=4)
     assert world.engine._state.unwritten.refused
-    assert announced(world)
+    assert take_announced(world)

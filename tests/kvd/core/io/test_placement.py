@@ -1,4 +1,4 @@
-"""Eviction: who gives up which blocks, in which order, and what stays."""
+"""Eviction: which sessions give up which blocks, in which order, and what stays."""
 
 import pytest
 
@@ -48,18 +48,18 @@ def test_the_coldest_session_leaves_dram_tail_first():
 
 
 def test_a_shared_block_stays_with_the_warmer_session():
-    """Evicting the colder session skips what the warmer one uses."""
+    """Evicting the colder session skips blocks that the warmer one uses."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, ONES + THREES)
-    store(world, C, THREES + TWOS)  # two slots: all of A's blocks are looked at, then B's last
+    store(world, C, THREES + TWOS)  # two slots: all of A's blocks are examined, then B's last
     assert tiers_of(world, A) == ["DS", "S"]
     assert tiers_of(world, B) == ["DS", "S"]
     assert tiers_of(world, C) == ["DS", "DS"]
 
 
-def test_a_shared_block_goes_when_all_its_sessions_are_passed():
-    """Nothing is kept for ever because it is shared."""
+def test_a_shared_block_goes_when_all_its_sessions_have_been_passed():
+    """Sharing protects no block for ever."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, ONES)
@@ -68,7 +68,7 @@ def test_a_shared_block_goes_when_all_its_sessions_are_passed():
 
 
 def test_a_pinned_session_stays_in_dram():
-    """Pins protect from eviction; unpinning ends that."""
+    """Pins protect from eviction until they are removed."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -82,8 +82,8 @@ def test_a_pinned_session_stays_in_dram():
     assert tiers_of(world, A) == ["S"]
 
 
-def test_a_block_that_a_pinned_session_shares_stays():
-    """Whoever else uses it may be evicted; a hard-pinned session ranks nowhere, and covers it."""
+def test_a_block_shared_with_a_pinned_session_stays():
+    """Its other users may be evicted; a hard-pinned session has no rank, and protects it."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, ONES + TWOS)
@@ -97,7 +97,10 @@ def test_a_block_that_a_pinned_session_shares_stays():
 
 
 def test_a_soft_pinned_session_goes_last():
-    """After all others, queued ones too; a new block without a better claim does without SSD."""
+    """It goes after all others, queued ones too.
+
+    A new block without a better claim is not written.
+    """
     world = new_world(num_slots=2, num_extents=3, policy="lookahead_queue")
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.SOFT)
@@ -116,20 +119,20 @@ def test_a_soft_pinned_session_goes_last():
     assert tiers_of(world, A) == ["S"], "nothing else was left in DRAM"
 
 
-def test_a_hard_pin_that_becomes_a_soft_one_leaves_clean_blocks_to_be_had():
-    """The session ranked nowhere before; now it gives its blocks when there are no others."""
+def test_a_hard_pin_that_becomes_soft_makes_clean_blocks_available():
+    """The session had no rank before; now it gives its blocks when there are no others."""
     world = new_world(num_slots=1)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
     assert store(world, B, TWOS).refused == "no_space"
     world.engine.sessions.pin(A, Pin.SOFT)
-    world.engine.check()  # somebody offers its clean block
+    world.engine.check()  # another session offers its clean block
     store(world, B, TWOS)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["DS"])
 
 
-def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
-    """In its place as one used just now; a soft pin keeps the order it had."""
+def test_a_session_is_a_victim_again_after_its_soft_pin():
+    """Its place is that of a session used just now; a soft pin keeps its earlier order."""
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
         policy.on_access(key, 0)
@@ -146,7 +149,7 @@ def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
 
 
 def test_a_leased_block_stays_in_dram():
-    """What an engine reads is not evicted under it."""
+    """Blocks that an engine reads are not evicted."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     lease = prepare_load(world, A, ONES)
@@ -168,7 +171,7 @@ def test_an_ended_session_goes_first_until_it_is_used_again():
     assert not world.engine.inspection.info(B).ended
 
 
-def test_a_queued_session_goes_only_when_nothing_else_does():
+def test_a_queued_session_goes_last():
     """A session whose turn waits keeps its blocks as long as others have some."""
     world = new_world(num_slots=2, policy="lookahead_queue")
     store(world, A, ONES)
@@ -183,8 +186,8 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
-    """Its engine has these rows; what was stored before the turn began it has yet to load."""
+def test_blocks_stored_by_a_running_turn_may_leave_dram(is_running):
+    """Its engine has these rows; it has yet to load the blocks stored before the turn began."""
     world = new_world(num_slots=2)
     starts = QueueChange(running=[RunningRequest(0, A)])
     world.engine.engines.replace_queue(ENGINE_ID, starts if is_running else QueueChange())
@@ -210,7 +213,7 @@ def test_without_ssd_the_coldest_sessions_are_cut():
 
 
 def test_without_ssd_a_shared_block_stays_with_the_warmer_session():
-    """What a colder session has alone is cut before it, though that one was used later."""
+    """Private blocks of a colder session are cut before it, though it was used later."""
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     store(world, C, TWOS)
@@ -221,7 +224,7 @@ def test_without_ssd_a_shared_block_stays_with_the_warmer_session():
 
 
 def test_a_small_ssd_keeps_the_warmest_sessions():
-    """Rows of the coldest session make room; what is then in no tier is cut."""
+    """Rows of the coldest session make room; blocks that are then in no tier are cut."""
     world = new_world(num_slots=2, num_extents=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
@@ -231,7 +234,7 @@ def test_a_small_ssd_keeps_the_warmest_sessions():
 
 
 def test_a_block_evicted_from_ssd_but_in_dram_is_dirty_again():
-    """Leaving SSD loses nothing that DRAM still has; it is written again with its session."""
+    """Leaving SSD loses no bytes that DRAM still has; they are written again with their session."""
     world = new_world(num_slots=4, num_extents=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
@@ -250,8 +253,8 @@ def test_a_session_larger_than_ssd_keeps_its_tail_in_dram_only():
     assert counter(world, "ssd_refused") == 1
 
 
-def test_policies_are_made_by_name():
-    """The table holds each by the name that it is configured by."""
+def test_policies_are_created_by_name():
+    """The table has each under its configured name."""
     for name, make_policy in POLICIES.items():
         assert make_policy(CONTEXT).name == name
 
@@ -273,7 +276,7 @@ def test_lru_ranks_by_last_use():
 
 
 class CountingPolicy(LruPolicy):
-    """Counts the sessions that were looked at for room in DRAM."""
+    """Counts the sessions that were examined for room in DRAM."""
 
     num_looked_at = 0
 
@@ -283,8 +286,8 @@ class CountingPolicy(LruPolicy):
             yield key
 
 
-def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
-    """A store that has to wait costs no look at every session, however often it asks."""
+def test_an_arena_full_of_dirty_blocks_is_not_searched():
+    """A store that has to wait does not examine every session, however often it asks."""
     limits = Limits(num_slots=16, num_extents=64, admission=Admission.ON_EVICT)
     world = CacheWorld(limits, CountingPolicy)
     policy = world.engine._state.policy
@@ -298,7 +301,7 @@ def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
 
 
 def _full_of_dirty_blocks(num_sessions: int):
-    """A world whose DRAM is full: one clean block, of A, and dirty ones of as many sessions."""
+    """Make a world with full DRAM: one clean block, of A, and dirty ones of as many sessions."""
     limits = Limits(num_slots=num_sessions + 1, num_extents=64)
     world = CacheWorld(limits, CountingPolicy)
     store(world, A, ONES)
@@ -312,8 +315,8 @@ def _key(index: int):
 
 
 @pytest.mark.parametrize("how", ["leased", "pinned"])
-def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
-    """Stores that wait look at no session again before one of its blocks may go."""
+def test_a_clean_block_that_cannot_go_is_examined_once(how):
+    """Waiting stores examine no session again before one of its blocks may go."""
     world, policy = _full_of_dirty_blocks(16)
     if how == "leased":
         prepare_load(world, A, ONES)
@@ -328,12 +331,12 @@ def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
     assert looks[1:] == [0, 0, 0]
 
 
-def test_what_becomes_clean_is_found_among_many():
-    """A store that was answered "wait" gets the block that was written, and asks nobody else."""
+def test_a_block_that_becomes_clean_is_found_among_many():
+    """A store that was answered "wait" gets the written block, and examines no other session."""
     world, policy = _full_of_dirty_blocks(16)
     prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"
-    written = max(world.io_of(WriteBlock))  # of the session that is warmest
+    written = max(world.io_of(WriteBlock))  # a block of the warmest session
     world.finish_io(written)
     policy.num_looked_at = 0
     assert prepare_store(world, B, [99] * 4).lease_id
@@ -341,8 +344,8 @@ def test_what_becomes_clean_is_found_among_many():
     assert tiers_of(world, _key(15)) == ["S"]
 
 
-def test_a_block_that_is_given_back_may_go_at_once():
-    """The end of its lease makes a session one that has something to give again."""
+def test_a_released_block_may_go_at_once():
+    """After its lease its session has a clean block again."""
     world, policy = _full_of_dirty_blocks(16)
     held = prepare_load(world, A, ONES)
     assert prepare_store(world, B, [99] * 4).refused == "wait"
@@ -355,7 +358,7 @@ def test_a_block_that_is_given_back_may_go_at_once():
 
 
 def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
-    """Its users were looked at in vain while it was leased; who used it last is warmest."""
+    """Its users were examined in vain while it was leased; its last user is the warmest."""
     world = new_world(num_slots=3)
     store(world, A, ONES)
     store(world, B, ONES)
@@ -372,7 +375,7 @@ def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
 
 
 def test_a_session_without_clean_blocks_makes_no_room_by_being_idle():
-    """Its turns are over, but SSD does not have what DRAM would lose."""
+    """Its turns have ended, but its blocks are not on SSD yet."""
     world = new_world(admission=Admission.ON_EVICT)
     placement = Placement(world.engine._state)
     store(world, A, ONES)
@@ -384,8 +387,8 @@ def test_a_session_without_clean_blocks_makes_no_room_by_being_idle():
     assert placement.has_idle()
 
 
-def test_what_leaves_a_tier_is_counted_and_noted():
-    """Blocks by tier, and sessions of which nothing is left; packed blocks as the others."""
+def test_evictions_are_counted_and_reported():
+    """Blocks by tier, and sessions that lost all; packed blocks like the others."""
     world = new_world(num_slots=2, num_extents=4)
     store(world, A, ONES + TWOS)
     store(world, B, THREES + ONES)
@@ -398,7 +401,7 @@ def test_what_leaves_a_tier_is_counted_and_noted():
     assert MoveKind.CUT in {move.kind for move in world.engine.inspection.history.of(A)}
 
 
-def test_a_block_that_leaves_ssd_only_is_noted():
+def test_a_block_that_leaves_only_ssd_is_reported():
     """Its copy in DRAM stays, and is the only one."""
     world = new_world(num_slots=4, num_extents=1)
     store(world, A, ONES)
@@ -409,7 +412,7 @@ def test_a_block_that_leaves_ssd_only_is_noted():
 
 
 def test_sessions_that_are_dropped_for_room_are_counted():
-    """Each once, however many blocks it had, and whatever stays."""
+    """Each counts once, however many blocks it had, and in whichever tiers."""
     world = new_world(num_slots=4, num_extents=0)
     store(world, A, ONES + TWOS)
     store(world, B, THREES)

@@ -1,4 +1,4 @@
-"""Reading ahead: in which order, into which room, and what ends it."""
+"""Reading ahead: its order, its room, and what ends it."""
 
 import pytest
 
@@ -42,7 +42,7 @@ OTHER_ENGINE_ID = 2
 
 
 def test_waiting_sessions_are_read_in_the_order_of_the_queue():
-    """One block after the other, each session whole; then a load finds it in DRAM."""
+    """Block by block, each session completely; then a load finds it in DRAM."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 2, B: 1, C: 2})
     assert not world.io
@@ -62,7 +62,7 @@ def test_waiting_sessions_are_read_in_the_order_of_the_queue():
     ]
 
 
-def test_what_is_under_way_is_bounded():
+def test_active_reads_are_bounded():
     """By bytes; the next read begins when one ends."""
     world = reading_world(prefetch_bytes=2 * BLOCK_BYTES)
     store_on_ssd(world, {A: 4})
@@ -73,8 +73,8 @@ def test_what_is_under_way_is_bounded():
     assert all(world.io[op_id].ahead for op_id in world.io_of(ReadBlock))
 
 
-def test_a_call_begins_so_many_reads_and_asks_for_the_next_call():
-    """At once: what is left need not wait until something has changed."""
+def test_one_call_begins_a_bounded_number_of_reads():
+    """It asks to be called again at once: the rest need not wait for another event."""
     world = reading_world(num_slots=32)
     store_on_ssd(world, {A: MOST_STEPS + 2})
     queue(world, A)
@@ -85,7 +85,7 @@ def test_a_call_begins_so_many_reads_and_asks_for_the_next_call():
 
 
 def test_only_the_window_is_read():
-    """L_pw = C_mem / S_kv requests, though there were room for more."""
+    """L_pw = C_mem / S_kv requests, even if there is room for more."""
     world = reading_world(num_slots=6)
     store_on_ssd(world, {C: 4, A: 1, B: 1})
     queue(world, A, B, C)
@@ -97,15 +97,15 @@ def test_only_the_window_is_read():
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
-def test_policies_that_do_not_look_ahead_read_nothing(policy):
-    """They are what looking ahead is measured against."""
+def test_policies_without_look_ahead_read_nothing(policy):
+    """They are the baselines for looking ahead."""
     world = reading_world(policy=policy)
     store_on_ssd(world, {A: 2})
     queue(world, A)
     assert not world.io
 
 
-def test_without_a_budget_nothing_is_read():
+def test_without_a_budget_nothing_is_read_ahead():
     """prefetch_bytes = 0."""
     world = reading_world(prefetch_bytes=0)
     store_on_ssd(world, {A: 2})
@@ -113,8 +113,8 @@ def test_without_a_budget_nothing_is_read():
     assert not world.io
 
 
-def test_a_change_of_the_queue_counts_with_the_next_block():
-    """What was begun ends; what is needed sooner now comes before the rest."""
+def test_a_change_of_the_queue_takes_effect_with_the_next_block():
+    """Reads that have begun end; sessions that are now needed sooner come next."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3, B: 2})
     queue(world, A, B)
@@ -124,8 +124,8 @@ def test_a_change_of_the_queue_counts_with_the_next_block():
     assert counter(world, "prefetch_cancelled") == 0
 
 
-def test_nothing_more_is_read_for_a_turn_that_left():
-    """What has come stays; the rest of the session is packed again."""
+def test_a_turn_that_leaves_ends_its_reads():
+    """The blocks that were read stay; the rest of the session is packed again."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4})
     queue(world, A)
@@ -137,8 +137,8 @@ def test_nothing_more_is_read_for_a_turn_that_left():
 
 
 @pytest.mark.parametrize("how", ["remove", "detach"])
-def test_a_lost_engine_stops_it(how):
-    """Its queue goes with its connection; another engine's stays."""
+def test_a_lost_engine_ends_reading(how):
+    """Its queue is removed with its connection; another engine's stays."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3, B: 2})
     queue(world, A)
@@ -148,7 +148,7 @@ def test_a_lost_engine_stops_it(how):
     assert finish_reads(world) == [A, B, B]
 
 
-def test_a_turn_that_starts_is_not_cancelled():
+def test_a_turn_that_starts_keeps_its_blocks():
     """Its load asks for the rest."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3})
@@ -159,8 +159,8 @@ def test_a_turn_that_starts_is_not_cancelled():
     assert load(world, A, tokens_of(A, 3)).end_token == 12
 
 
-def test_sessions_in_dram_need_nothing():
-    """Nor does one that is not stored at all."""
+def test_sessions_in_dram_are_not_read():
+    """Nor is one that is not stored at all."""
     world = reading_world()
     store(world, A, ONES)
     queue(world, A, B)
@@ -169,8 +169,8 @@ def test_sessions_in_dram_need_nothing():
     assert not world.io
 
 
-def test_a_load_joins_a_read_that_is_under_way():
-    """It is not read twice; the performer gets the reads that became urgent."""
+def test_a_load_joins_an_active_read():
+    """It is not read twice; the performer is told which reads became urgent."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
     queue(world, A)
@@ -186,7 +186,7 @@ def test_a_load_joins_a_read_that_is_under_way():
 
 
 def test_a_load_makes_room_for_the_next_read():
-    """What it has come to wait for counts as a load's from then on, not as read ahead."""
+    """Reads that a load waits for do not count as read ahead any more."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1})
     queue(world, A, B)
@@ -195,8 +195,8 @@ def test_a_load_makes_room_for_the_next_read():
     assert being_read(world) == [A, B]
 
 
-def test_a_session_that_cannot_come_in_time_yields_to_one_that_can():
-    """And is read after it all the same."""
+def test_a_session_that_would_be_late_yields_to_one_in_time():
+    """It is read after the other all the same."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4, B: 1, C: 1})
     prepare_load(world, C, THREES)
@@ -208,7 +208,7 @@ def test_a_session_that_cannot_come_in_time_yields_to_one_that_can():
     assert finish_reads(world) == [B, A, A, A, A]
 
 
-def test_what_comes_in_time_keeps_its_turn():
+def test_a_session_that_is_in_time_keeps_its_place():
     """As above, with a slower engine."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4, B: 1, C: 1})
@@ -221,8 +221,8 @@ def test_what_comes_in_time_keeps_its_turn():
     assert finish_reads(world) == [A, A, A, A, B]
 
 
-def test_a_corrupt_block_cuts_its_session_and_harms_no_other():
-    """As in a load: there is no other copy. What follows it is gone with it."""
+def test_a_corrupt_block_cuts_only_its_session():
+    """As in a load: there is no other copy, and later blocks are lost with it."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3, B: 1})
     queue(world, A, B)
@@ -233,8 +233,8 @@ def test_a_corrupt_block_cuts_its_session_and_harms_no_other():
     assert counter(world, "blocks_corrupt_ssd") == 1
 
 
-def test_a_read_that_fails_is_not_tried_for_ever():
-    """Nothing is read ahead for a while; then the others are, and a load tries it again."""
+def test_a_failed_read_is_not_repeated_for_ever():
+    """Reading ahead pauses; then the other blocks are read, and a load tries this one again."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 2, B: 1})
     queue(world, A, B)
@@ -250,7 +250,7 @@ def test_a_read_that_fails_is_not_tried_for_ever():
 
 
 def test_a_session_flushed_while_it_is_read_leaves_nothing():
-    """Its blocks come, and nobody wants them."""
+    """Its blocks arrive, and are dropped."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3})
     queue(world, A)
@@ -261,11 +261,11 @@ def test_a_session_flushed_while_it_is_read_leaves_nothing():
     assert counter(world, "prefetch_wasted") == 1
 
 
-def test_blocks_that_a_session_uses_no_more_are_not_read_for_it():
-    """It has other tokens since its plan was made; another session has those that it had."""
+def test_blocks_that_the_session_no_longer_uses_are_not_read():
+    """It has other tokens than its plan; another session has the old ones."""
     world = reading_world(packs_sessions=False)
     store_on_ssd(world, {A: 3})
-    assert not prepare_store(world, B, tokens_of(A, 3)).lease_id  # all is there
+    assert not prepare_store(world, B, tokens_of(A, 3)).lease_id  # all blocks are in DRAM
     state = world.engine._state
     plan = plan_session(state, A, is_waiting=True)
     first, second, _ = plan.missing
@@ -276,8 +276,8 @@ def test_blocks_that_a_session_uses_no_more_are_not_read_for_it():
     assert plan.next_block(state) is None
 
 
-def test_a_new_kvd_reads_ahead_for_the_queue_that_is_reported():
-    """It knows how large sessions are on average from what it finds."""
+def test_a_restarted_kvd_reads_ahead_for_the_reported_queue():
+    """It knows the mean size of sessions from the restored ones."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 2, B: 2})
     world.quiesce()
@@ -301,7 +301,7 @@ def test_an_arena_that_is_given_up_is_not_filled_again():
     assert world.engine.release_dram()
 
 
-def test_a_request_of_another_rank_is_read_in_its_new_order():
+def test_a_request_with_a_new_rank_is_read_in_its_new_order():
     """A delta that only moves a request moves its session."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
@@ -312,8 +312,8 @@ def test_a_request_of_another_rank_is_read_in_its_new_order():
     assert finish_reads(world) == [A, C, B]
 
 
-def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
-    """That an engine had the session's KV for the last turn does not release it in this one."""
+def test_a_turn_that_follows_another_is_loaded_again():
+    """That the engine had the session's KV for the last turn does not release it in this one."""
     world = reading_world(num_slots=3)
     store(world, B, TWOS)
     store(world, A, ONES)
@@ -327,7 +327,7 @@ def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
     assert [tiers_of(world, key) for key in (A, B)] == [["DS"], ["S"]]
 
 
-def test_what_was_begun_for_a_session_is_left_when_reading_stops():
+def test_a_session_is_left_when_reading_stops():
     """It may be packed again, as others may."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 3})

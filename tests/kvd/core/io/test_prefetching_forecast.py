@@ -1,11 +1,11 @@
-"""Reading ahead for sessions that are only likely to return."""
+"""Reading ahead for idle sessions that are only likely to return."""
 
 from kvd.core.io.prefetching import LOOK_NS
 from tests.kvd.core.io.reading_worlds import expecting_world, finish_reads, queue, store_on_ssd
 from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, store, tiers_of, wait
 
 
-def test_sessions_that_are_likely_to_return_come_into_idle_room():
+def test_likely_sessions_are_read_into_free_room():
     """Once between two uses, whatever becomes of it."""
     world = expecting_world(num_slots=4)
     store_on_ssd(world, {A: 2, B: 1})
@@ -22,8 +22,8 @@ def test_sessions_that_are_likely_to_return_come_into_idle_room():
     assert counter(world, "prefetch_wasted") == counter(world, "prefetch_blocks") == 3
 
 
-def test_nobody_gives_way_to_one_that_is_only_likely():
-    """But sessions that have ended, and those whose engine has their KV."""
+def test_no_session_gives_way_to_a_likely_one():
+    """Except ended sessions, and those whose engine has their KV."""
     world = expecting_world(num_slots=2)
     store_on_ssd(world, {A: 1})
     store(world, B, TWOS)
@@ -38,8 +38,8 @@ def test_nobody_gives_way_to_one_that_is_only_likely():
     assert (tiers_of(world, B), tiers_of(world, C)) == (["S"], ["DS"])
 
 
-def test_a_waiting_turn_goes_before_likely_ones():
-    """Nothing more is read for them meanwhile, and they give way."""
+def test_a_waiting_turn_goes_before_likely_sessions():
+    """Reads for them pause, and they give way."""
     world = expecting_world(num_slots=3)
     store_on_ssd(world, {A: 3})
     store_on_ssd(world, {B: 3})
@@ -50,8 +50,8 @@ def test_a_waiting_turn_goes_before_likely_ones():
     assert not world.io
 
 
-def test_reading_for_likely_ones_can_be_switched_off():
-    """reads_returning = False; then no time is waited for either."""
+def test_reading_likely_sessions_can_be_switched_off():
+    """With reads_returning = False there is no timer for them, either."""
     world = expecting_world(reads_returning=False)
     store_on_ssd(world, {A: 1})
     queue(world)
@@ -60,8 +60,8 @@ def test_reading_for_likely_ones_can_be_switched_off():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_likely_sessions_are_looked_for_now_and_then():
-    """Not before something is stored, nor while as much as may be is read."""
+def test_likely_sessions_are_searched_periodically():
+    """Not before a session is stored, nor while reading is at its bound."""
     world = expecting_world()
     assert world.engine.next_deadline_ns() is None
     store(world, A, ONES)

@@ -1,4 +1,4 @@
-"""Reading ahead, and the room for it: who gives way, what is left free, and what stays."""
+"""Reading ahead, and its room: which sessions give way, what stays free, and what stays."""
 
 import pytest
 
@@ -38,8 +38,8 @@ from tests.kvd.core.turns import (
 )
 
 
-def test_what_is_needed_sooner_does_not_give_way():
-    """To a turn behind it; one that goes before it may have its room."""
+def test_a_session_that_is_needed_sooner_does_not_give_way():
+    """It keeps its room from a turn behind it; a turn before it may take it."""
     world = reading_world(num_slots=2)
     store(world, C, THREES)
     store(world, A, ONES)
@@ -53,8 +53,8 @@ def test_what_is_needed_sooner_does_not_give_way():
     assert not world.io, "B waits until there is room"
 
 
-def test_after_a_start_nobody_is_waited_for():
-    """Those who asked for room in vain had their turn; nobody has asked this kvd yet."""
+def test_after_a_start_reading_waits_for_no_store():
+    """Waiting stores had their turn; no store has asked this kvd yet."""
     world = reading_world(num_slots=2)
     store_on_ssd(world, {A: 1})
     world.start()
@@ -63,7 +63,7 @@ def test_after_a_start_nobody_is_waited_for():
 
 
 def test_idle_sessions_give_way():
-    """The coldest first, and only as much as is needed."""
+    """The coldest go first, and only as much as is needed."""
     world = reading_world(num_slots=4)
     store_on_ssd(world, {C: 1})
     store(world, A, tokens_of(A, 2))
@@ -74,7 +74,7 @@ def test_idle_sessions_give_way():
 
 
 def test_dirty_blocks_do_not_give_way():
-    """Reading ahead loses nothing and writes nothing."""
+    """Reading ahead loses and writes nothing."""
     world = reading_world(num_slots=2, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -88,8 +88,8 @@ def test_dirty_blocks_do_not_give_way():
     assert [tiers_of(world, key) for key in (B, C)] == [["D"], ["D"]]
 
 
-def test_a_store_that_waits_goes_first():
-    """What becomes free is not taken ahead of it, for as long as it takes to ask again."""
+def test_a_waiting_store_goes_first():
+    """Slots that become free are kept for it until it has had time to ask again."""
     world = reading_world(num_slots=2, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -107,15 +107,15 @@ def test_a_store_that_waits_goes_first():
     assert tiers_of(world, B) == ["S"]
 
 
-def test_who_waits_wakes_nobody_where_nothing_is_read_ahead():
-    """There is nothing that would go on after it."""
+def test_a_waiting_store_schedules_nothing_without_reading_ahead():
+    """There is no reading to resume after it."""
     world = reading_world(num_slots=1, prefetch_bytes=0, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     assert prepare_store(world, B, TWOS).refused == "wait"
     assert world.engine.next_deadline_ns() is None
 
 
-def test_nothing_is_read_ahead_at_the_end():
+def test_nothing_is_read_ahead_during_a_shutdown():
     """Not even for a queue that is reported then."""
     world = reading_world()
     store_on_ssd(world, {A: 2})
@@ -124,8 +124,8 @@ def test_nothing_is_read_ahead_at_the_end():
     assert not world.io
 
 
-def test_what_a_waiting_session_shares_stays_for_it():
-    """Though the only session that had it in DRAM is the first to give way."""
+def test_a_shared_block_stays_for_a_waiting_session():
+    """The only session that had it in DRAM is the first to give way."""
     world = reading_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, ONES)
@@ -143,7 +143,7 @@ def test_what_a_waiting_session_shares_stays_for_it():
 
 
 def test_the_watermark_is_kept_by_evicting_clean_blocks():
-    """A store finds its slots free, and they are freed again after it."""
+    """A store finds free slots, and they are freed again after it."""
     world = reading_world(num_slots=10, watermark=0.2)
     for index in range(12):
         key = A._replace(session_id=f"s{index}")
@@ -159,8 +159,8 @@ def test_the_watermark_is_kept_by_evicting_clean_blocks():
     assert counter(world, "evictions_dram") == 4
 
 
-def test_loads_may_use_the_watermark_and_what_is_read_ahead_may_not():
-    """Reading ahead makes room for itself, or does without."""
+def test_loads_may_use_the_watermark_and_reading_ahead_may_not():
+    """Reading ahead frees its own room, or reads nothing."""
     world = reading_world(num_slots=10, watermark=0.2)
     store_on_ssd(world, {A: 12})
     queue(world, A)
@@ -170,8 +170,8 @@ def test_loads_may_use_the_watermark_and_what_is_read_ahead_may_not():
     assert len(answer.spans) == 10
 
 
-def test_the_watermark_has_resting_blocks_written():
-    """What is dirty, and would be written only when its room is wanted, is wanted then."""
+def test_the_watermark_has_dirty_idle_blocks_written():
+    """Blocks that are otherwise written only when their room is wanted are wanted then."""
     world = reading_world(num_slots=10, watermark=0.2, admission=Admission.ON_EVICT)
     store(world, A, tokens_of(A, 8))
     assert not world.io_of(WriteBlock)
@@ -183,8 +183,8 @@ def test_the_watermark_has_resting_blocks_written():
 
 
 @pytest.mark.parametrize(("num_slots", "num_read", "num_wasted"), [(32, 29, 0), (8, 7, 2)])
-def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, num_wasted):
-    """About as many as they ask for, lest what was read ahead is evicted for them; not all."""
+def test_slots_are_reserved_for_the_stores_of_running_turns(num_slots, num_read, num_wasted):
+    """About as many as they ask for, so that they do not evict blocks that were read ahead."""
     world = reading_world(num_slots=num_slots)
     store_on_ssd(world, {B: 40})
     for _ in range(40):  # a running mean
@@ -202,14 +202,14 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
     assert counter(world, "prefetch_wasted") == num_wasted
 
 
-def test_reading_and_evicting_do_not_keep_each_other_going():
-    """However often stores evict what was read ahead for a turn that does not come."""
+def test_reading_and_evicting_do_not_alternate_for_ever():
+    """Stores may evict the blocks of a turn that does not come as often as they like."""
     world = reading_world(num_slots=4)
     store_on_ssd(world, {A: 3})
     for index in range(20):
         queue(world, A)
         world.quiesce()
-        # a turn before it needs all of DRAM, and is over
+        # an earlier turn needs all of DRAM, and has ended
         other = B._replace(session_id=f"s{index}")
         queue(world, other, A)
         store(world, other, [100 + index] * 16)
@@ -239,8 +239,8 @@ def test_no_more_is_planned_than_may_be_read_between_two_uses():
         queue(world)
 
 
-def test_a_queue_that_does_not_fit_comes_to_rest():
-    """Sessions are read until DRAM is full of what is needed soonest, and then no more."""
+def test_a_queue_that_does_not_fit_stops_being_read():
+    """Sessions are read until DRAM is full of those needed soonest, and then no more."""
     world = reading_world(num_slots=5, num_extents=100)
     keys = [A._replace(session_id=f"s{index}") for index in range(12)]
     for index, key in enumerate(keys):
@@ -256,8 +256,8 @@ def test_a_queue_that_does_not_fit_comes_to_rest():
     assert [tiers_of(world, key) for key in keys[:2]] == [["DS", "DS"]] * 2
 
 
-def test_a_running_session_gives_its_room_when_its_engine_has_its_kv():
-    """Not before, and only what SSD holds."""
+def test_a_running_session_gives_way_when_its_engine_has_its_kv():
+    """Not before, and only blocks that SSD has."""
     world = reading_world(num_slots=3)
     store(world, B, TWOS)
     store(world, A, ONES)
@@ -272,8 +272,8 @@ def test_a_running_session_gives_its_room_when_its_engine_has_its_kv():
     assert tiers_of(world, A) == ["S"], "coldest in DRAM, though just used"
 
 
-def test_the_last_copy_of_a_running_session_is_not_cut_first():
-    """Its engine will store what is new: that needs what was there before."""
+def test_the_last_copy_of_a_running_session_is_cut_last():
+    """Its engine will store new blocks, which need those before them."""
     world = reading_world(num_slots=3, num_extents=0)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -288,7 +288,7 @@ def test_the_last_copy_of_a_running_session_is_not_cut_first():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_no_policy_writes_what_is_clean(policy):
+def test_clean_blocks_are_never_written(policy):
     """CacheWorld asserts it of every write: through evictions, reads ahead and new turns."""
     world = reading_world(num_slots=6, policy=policy, watermark=0.2)
     for turn in range(1, 4):
@@ -300,7 +300,7 @@ def test_no_policy_writes_what_is_clean(policy):
     assert counter(world, "ssd_read_bytes") % BLOCK_BYTES == 0
 
 
-def test_the_smallest_budget_and_arena_are_enough():
+def test_the_smallest_budget_and_arena_suffice():
     """One read at a time, into the only slot there is."""
     world = reading_world(num_slots=1, prefetch_bytes=1)
     store_on_ssd(world, {A: 1})

@@ -1,10 +1,10 @@
-"""How fast SSD is read, as far as it was seen."""
+"""The read rate of SSD, as measured by reads."""
 
 from kvd.core.io.reading import MEASURED_BYTES, ReadRate
 
 
-def test_only_the_time_in_which_something_is_read_counts():
-    """Reads at the same time share it."""
+def test_only_time_with_active_reads_counts():
+    """Simultaneous reads share it."""
     rate = ReadRate()
     assert rate.estimate_ns(1000) == 0, "nothing is known"
     rate.on_begin(100)
@@ -17,8 +17,8 @@ def test_only_the_time_in_which_something_is_read_counts():
     assert rate.estimate_ns(1000) == 100
 
 
-def test_a_disk_that_becomes_slower_is_noticed():
-    """What was read last counts most."""
+def test_a_slower_disk_is_noticed():
+    """The latest reads have the largest weight."""
     rate = ReadRate()
     now_ns = 0
     for pace in (1, 1, 1, 1, 1, 1, 10, 10, 10):  # nanoseconds for so many bytes
@@ -28,8 +28,8 @@ def test_a_disk_that_becomes_slower_is_noticed():
     assert 7000 < rate.estimate_ns(MEASURED_BYTES // 2) < 10_000
 
 
-def test_a_rate_is_the_mean_of_what_was_read_lately():
-    """All counts the same until it is much; then what came before counts half."""
+def test_the_rate_is_the_mean_of_recent_reads():
+    """All reads have equal weight until there are many; then older ones count half."""
     rate = ReadRate()
     rate.on_begin(0)
     rate.on_end(1000, 100)
@@ -40,7 +40,7 @@ def test_a_rate_is_the_mean_of_what_was_read_lately():
     rate.on_begin(0)
     rate.on_end(MEASURED_BYTES, 1_000_000)
     rate.on_begin(1_000_000)
-    rate.on_end(MEASURED_BYTES, 3_000_000)  # now all of it counts half
+    rate.on_end(MEASURED_BYTES, 3_000_000)  # now all reads count half
     assert rate.estimate_ns(MEASURED_BYTES) == 1_500_000
     rate.on_begin(3_000_000)
     rate.on_end(MEASURED_BYTES, 9_000_000)

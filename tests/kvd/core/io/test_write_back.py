@@ -1,4 +1,4 @@
-"""Write back: what waits before it is written, and what SSD has no room for."""
+"""Write back: what blocks wait for before they are written, and what SSD has no room for."""
 
 from dataclasses import replace
 
@@ -39,8 +39,8 @@ def write_back_world(num_slots=16, **limits):
     )
 
 
-def test_write_back_waits_until_a_session_is_left_alone():
-    """Each use puts it off; then all of its dirty blocks are written."""
+def test_write_back_waits_until_a_session_is_idle():
+    """Each use postpones it; then all of its dirty blocks are written."""
     world = write_back_world()
     store(world, A, ONES + TWOS)
     assert world.engine.next_deadline_ns() == world.now_ns + DELAY_NS
@@ -55,8 +55,8 @@ def test_write_back_waits_until_a_session_is_left_alone():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_a_tail_replaced_before_its_time_is_never_written():
-    """Growing a session costs SSD only what remains of it."""
+def test_a_tail_that_is_replaced_in_time_is_never_written():
+    """A growing session costs SSD only its final blocks."""
     world = write_back_world()
     store(world, A, [*ONES, 2])
     store(world, A, ONES + TWOS)
@@ -64,8 +64,8 @@ def test_a_tail_replaced_before_its_time_is_never_written():
     assert sorted(world.io[op_id].num_tokens for op_id in world.io_of(WriteBlock)) == [4, 4]
 
 
-def test_a_session_flushed_before_its_write_back_is_not_missed():
-    """Its turn comes, and nothing is there."""
+def test_a_session_flushed_before_its_write_back_does_no_harm():
+    """Its deadline passes, and there is nothing to write."""
     world = write_back_world()
     store(world, A, ONES)
     world.engine.sessions.flush(A, dry_run=False)
@@ -74,8 +74,8 @@ def test_a_session_flushed_before_its_write_back_is_not_missed():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_too_much_dirty_is_written_back_at_once():
-    """The sessions left alone longest go first, as far as needed."""
+def test_too_many_dirty_bytes_are_written_at_once():
+    """The sessions idle for longest go first, as far as needed."""
     world = write_back_world(num_slots=4)
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         world.now_ns += 1
@@ -90,7 +90,7 @@ def test_too_much_dirty_is_written_back_at_once():
 
 
 def test_dirty_blocks_are_written_when_their_room_is_wanted():
-    """on_evict: nothing is written until a store wants slots, and then the coldest."""
+    """on_evict: no block is written until a store wants slots; then the coldest are."""
     world = new_world(num_slots=2, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -103,8 +103,8 @@ def test_dirty_blocks_are_written_when_their_room_is_wanted():
     assert [tiers_of(world, key) for key in (A, B)] == [["S"], ["D"]]
 
 
-def test_a_load_wants_room_as_a_store_does():
-    """Busy, until a dirty block has been written to make room."""
+def test_a_load_makes_room_as_a_store_does():
+    """It is busy until a dirty block has been written to make room."""
     world = new_world(num_slots=1, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     assert prepare_store(world, B, TWOS).refused == "wait"
@@ -115,8 +115,8 @@ def test_a_load_wants_room_as_a_store_does():
     assert load(world, A, ONES).end_token == 4
 
 
-def test_what_ssd_cannot_take_is_cut():
-    """A demotion for which no extent can be had is no reason to wait."""
+def test_blocks_that_ssd_cannot_take_are_cut():
+    """A block without an extent is no reason to wait."""
     world = new_world(num_slots=2, num_extents=1, admission=Admission.ON_EVICT)
     store(world, A, ONES)
     world.engine.write_dirty()
@@ -129,8 +129,8 @@ def test_what_ssd_cannot_take_is_cut():
     assert world.engine.inspection.info(B) is None
 
 
-def test_all_that_is_dirty_can_be_written():
-    """Whatever the policy: before a shutdown."""
+def test_all_dirty_blocks_can_be_written():
+    """Under any policy: before a shutdown."""
     world = new_world(admission=Admission.ON_EVICT)
     store(world, A, ONES + TWOS)
     world.engine.write_dirty()
@@ -140,8 +140,8 @@ def test_all_that_is_dirty_can_be_written():
 
 
 @pytest.mark.parametrize("admission", [Admission.ON_EVICT, Admission.WRITE_BACK])
-def test_what_is_being_hashed_at_the_end_is_written_too(admission):
-    """A shutdown asks once; a block that cannot be written just then is when it can be."""
+def test_blocks_being_hashed_at_shutdown_are_written_too(admission):
+    """A shutdown asks once; a block that cannot be written yet is written when it can be."""
     world = new_world(admission=admission)
     complete_store(world, prepare_store(world, A, ONES))
     assert any(isinstance(action, HashSlot) for action in world.io.values())
@@ -151,8 +151,8 @@ def test_what_is_being_hashed_at_the_end_is_written_too(admission):
     assert world.engine.inspection.stats().dirty_bytes == 0
 
 
-def test_less_room_on_ssd_makes_the_coldest_go():
-    """A full file system is answered with eviction, and the writes go on."""
+def test_less_room_on_ssd_evicts_the_coldest():
+    """A full file system causes evictions, and the writes continue."""
     world = new_world(num_extents=3)
     store(world, A, ONES + TWOS)
     store(world, B, THREES, settle=False)
@@ -169,8 +169,8 @@ def test_less_room_on_ssd_makes_the_coldest_go():
     assert tiers_of(world, A) == ["DS", "DS"]
 
 
-def test_what_was_refused_is_written_when_there_is_room_again():
-    """Without its session being used: extents that nobody else wants are for it."""
+def test_refused_blocks_are_written_when_there_is_room_again():
+    """Even if their session is not used: free extents are for them."""
     world = new_world(num_extents=1)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -187,8 +187,8 @@ def test_what_was_refused_is_written_when_there_is_room_again():
     assert tiers_of(world, B) == ["DS", "DS"]
 
 
-def test_what_lost_its_extent_to_a_warmer_session_gets_one_again():
-    """It is dirty again, and written when the warmer one is gone."""
+def test_a_block_that_lost_its_extent_gets_one_again():
+    """It is dirty again, and written when the warmer session has gone."""
     world = new_world(num_extents=1)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -199,8 +199,8 @@ def test_what_lost_its_extent_to_a_warmer_session_gets_one_again():
     assert tiers_of(world, A) == ["DS"]
 
 
-def test_what_was_refused_does_not_take_what_others_wait_for():
-    """And is forgotten with its session."""
+def test_refused_blocks_do_not_take_extents_from_waiting_ones():
+    """They are forgotten with their session."""
     world = new_world(num_slots=4, num_extents=1)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -215,7 +215,7 @@ def test_what_was_refused_does_not_take_what_others_wait_for():
 
 
 def looking_world(**limits):
-    """A world, and how often it has looked for sessions that could give way."""
+    """Make a world that counts its searches for sessions that could give way."""
     looks = []
 
     class Looking(LruPolicy):
@@ -227,8 +227,8 @@ def looking_world(**limits):
     return CacheWorld(Limits(4, 64, **limits), Looking), looks
 
 
-def test_what_is_short_of_the_watermark_is_looked_for_once():
-    """Until something may have changed: all that there is may be in use."""
+def test_a_shortage_below_the_watermark_is_searched_once():
+    """Until something has changed: all blocks may be in use."""
     world, looks = looking_world(watermark=0.5)
     store(world, A, ONES + TWOS + THREES, settle=False)
     lease = prepare_load(world, A, ONES + TWOS + THREES)
@@ -246,8 +246,8 @@ def test_what_is_short_of_the_watermark_is_looked_for_once():
     assert world.engine._state.slots.num_free == 3
 
 
-def test_the_watermark_is_no_reason_to_write_more_than_is_short():
-    """Blocks that rest are written as many as are missing, not one more."""
+def test_the_watermark_writes_no_more_than_is_short():
+    """As many idle blocks are written as slots are missing."""
     world = new_world(4, admission=Admission.ON_EVICT, watermark=0.25)
     for key in (A, B, C):
         store(world, key, [key.session_id.encode()[0]] * 4)

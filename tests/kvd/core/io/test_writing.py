@@ -50,7 +50,7 @@ def test_a_row_is_put_after_its_data_is_durable():
 
 
 def test_a_failed_write_degrades_the_tier_and_is_tried_again():
-    """Writes are held back with a growing delay; the first success ends it."""
+    """Writes pause with a growing delay; the first success ends that."""
     world = new_world()
     store(world, A, ONES, settle=False)
     for delay_ns in (FIRST_RETRY_NS, 2 * FIRST_RETRY_NS):
@@ -74,7 +74,7 @@ def test_a_failed_write_degrades_the_tier_and_is_tried_again():
     assert world.engine.next_deadline_ns() == world.now_ns + FIRST_RETRY_NS, "as at first"
 
 
-def test_failures_of_one_volley_count_once():
+def test_simultaneous_failures_count_once():
     """Several writes failing together do not multiply the delay."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES, settle=False)
@@ -85,7 +85,7 @@ def test_failures_of_one_volley_count_once():
 
 
 def test_a_degraded_tier_does_not_block_stores():
-    """With writes held back, dirty blocks of the coldest session make room."""
+    """With writes paused, dirty blocks of the coldest session make room."""
     world = new_world(num_slots=1)
     store(world, A, ONES, settle=False)
     world.finish_io(next(iter(world.io)), IoOutcome.FULL)
@@ -95,7 +95,7 @@ def test_a_degraded_tier_does_not_block_stores():
 
 
 def test_a_write_waits_for_the_extent_of_a_dropped_row():
-    """An extent is reused only once the removal of its row is committed."""
+    """An extent is reused only after the removal of its row is committed."""
     world = new_world(num_slots=4, num_extents=1)
     store(world, A, ONES)
     store(world, B, TWOS, settle=False)
@@ -107,8 +107,8 @@ def test_a_write_waits_for_the_extent_of_a_dropped_row():
     assert tiers_of(world, A) == ["D"]
 
 
-def test_a_block_dropped_while_it_is_written_gives_both_places_back():
-    """A flush does not wait for writes; their outcome finds nobody."""
+def test_a_block_dropped_while_it_is_written_gives_back_both_places():
+    """A flush does not wait for writes; their outcome finds no block."""
     world = new_world()
     store(world, A, ONES, settle=False)
     world.engine.sessions.flush(A, dry_run=False)
@@ -141,7 +141,7 @@ def test_nothing_is_written_before_it_is_hashed():
 
 
 def test_a_block_dropped_while_it_is_hashed_leaves_nothing():
-    """Nobody wants its checksums."""
+    """Its checksums are ignored."""
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
     world.engine.sessions.flush(A, dry_run=False)
@@ -153,8 +153,8 @@ def test_a_block_dropped_while_it_is_hashed_leaves_nothing():
 @pytest.mark.parametrize(
     ("max_write_bytes", "num_writes"), [(1, 1), (SHAPE.full_bytes, 1), (SHAPE.full_bytes + 1, 2)]
 )
-def test_writes_under_way_are_bounded(max_write_bytes, num_writes):
-    """The next one is issued when one is done; the last one may go beyond."""
+def test_active_writes_are_bounded(max_write_bytes, num_writes):
+    """The next one is issued when one has ended; the last one may exceed the bound."""
     world = new_world(max_write_bytes=max_write_bytes)
     store(world, A, ONES + TWOS + THREES, settle=False)
     assert len(world.io_of(WriteBlock)) == num_writes
@@ -165,7 +165,7 @@ def test_writes_under_way_are_bounded(max_write_bytes, num_writes):
 
 
 def test_fewer_extents_than_are_in_use_empty_the_tier_of_the_coldest():
-    """Rows go until what is left fits; DRAM keeps its copies."""
+    """Rows go until the rest fits; DRAM keeps its copies."""
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
@@ -185,7 +185,7 @@ def test_partial_blocks_share_extents():
     assert used_bytes <= 2 * 5 * 4096
 
 
-def test_a_packed_block_that_fits_nowhere_makes_room_for_itself():
+def test_a_packed_block_without_a_gap_makes_room():
     """Gaps may be too small: then a colder session's extent goes, or the block is refused."""
     world = new_world(num_extents=1)
     store(world, A, [1])
@@ -196,7 +196,7 @@ def test_a_packed_block_that_fits_nowhere_makes_room_for_itself():
     assert world.engine.inspection.stats().tiers[1].num_blocks >= 1
 
 
-def test_an_arena_can_be_given_up_and_made_again():
+def test_an_arena_can_be_given_up_and_created_again():
     """Dirty blocks are written first; then no slot is in use, and sessions are on SSD."""
     world = new_world(num_slots=2, admission=Admission.ON_EVICT)
     store(world, A, ONES + TWOS)
@@ -215,8 +215,8 @@ def test_an_arena_can_be_given_up_and_made_again():
     assert answer.lease_id >= 1 << 41, "leases of the arena before are none of this one"
 
 
-def test_writes_held_back_find_room_when_they_are_tried_again():
-    """What was stored meanwhile has colder sessions make room for it then."""
+def test_paused_writes_find_room_when_they_are_retried():
+    """Blocks stored in the meantime have colder sessions make room for them then."""
     world = new_world(num_extents=2)
     store(world, A, ONES)
     store(world, B, TWOS, settle=False)
@@ -229,7 +229,7 @@ def test_writes_held_back_find_room_when_they_are_tried_again():
     assert [tiers_of(world, key) for key in (A, B, C)] == [["D"], ["DS"], ["DS"]]
 
 
-def test_a_failed_write_of_what_nobody_wants_degrades_the_tier_all_the_same():
+def test_a_failed_write_of_a_dropped_block_degrades_the_tier_too():
     """The next success says that it works again."""
     world = new_world()
     store(world, A, ONES, settle=False)
@@ -242,8 +242,8 @@ def test_a_failed_write_of_what_nobody_wants_degrades_the_tier_all_the_same():
     assert world.engine.inspection.stats().tiers[1].degraded_reason == ""
 
 
-def test_what_is_written_is_counted_as_it_lies_on_ssd():
-    """Whole sectors, header and padding included; of what was written well."""
+def test_written_bytes_are_counted_as_they_lie_on_ssd():
+    """Whole sectors, header and padding included; successful writes only."""
     world = new_world()
     store(world, A, [*ONES, 2], settle=False)
     world.finish_io(min(world.io), IoOutcome.TRANSIENT)
@@ -256,8 +256,8 @@ def test_what_is_written_is_counted_as_it_lies_on_ssd():
     assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * num_sectors
 
 
-def test_extents_that_come_back_soon_are_not_made_free_again():
-    """A capacity that sinks again before the first rows are gone takes as many as it says."""
+def test_extents_that_return_soon_are_not_freed_again():
+    """If the capacity sinks again before the first rows are gone, no extra ones are taken."""
     world = new_world(num_extents=4)
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         store(world, key, tokens)
@@ -267,8 +267,8 @@ def test_extents_that_come_back_soon_are_not_made_free_again():
     assert [tiers_of(world, key) for key in (A, B, C)] == [["D"], ["D"], ["DS"]]
 
 
-def test_what_waits_to_be_written_waits_again_after_it_was_verified():
-    """Whatever the policy: its room was wanted."""
+def test_a_waiting_block_waits_again_after_a_verification():
+    """Under any policy: its room was wanted."""
     world = new_world(num_slots=1, admission=Admission.ON_EVICT, verify_on_load=True)
     store(world, A, ONES)
     assert prepare_store(world, B, TWOS).refused == "wait"

@@ -10,7 +10,7 @@ KEPT = TOKENS[1::2]  # three blocks
 
 
 def sparse_world(**limits) -> CacheWorld:
-    """A session that has lost every other token, so that a while later it is compacted."""
+    """Make a session without every other token, which is to be compacted a while later."""
     limits = {"num_slots": 16, "max_waste": 0.5, "compact_rest_ns": REST_NS} | limits
     world = new_world(**limits)
     store(world, A, TOKENS)
@@ -26,7 +26,7 @@ def discard(world, key, tokens, ranges) -> int:
 
 
 def rest(world, elapsed_ns=REST_NS) -> None:
-    """Let time pass; what is due is begun, and nothing ends."""
+    """Let time pass; operations that are due begin, and none ends."""
     world.now_ns += elapsed_ns
     world.engine.expire()
     world.pump()

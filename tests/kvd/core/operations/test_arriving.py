@@ -1,4 +1,4 @@
-"""What loads waited for has come, or does not come."""
+"""Reads that loads wait for succeed, or fail."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.kvd.core.turns import (
 
 
 def test_a_corrupt_block_cuts_the_answer_and_the_session():
-    """The prefix before it is served; the block and what follows it is gone; it is counted."""
+    """The prefix before it is served; the block and those behind it are dropped; it is counted."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES + TWOS)
     first, second = sorted(world.io)
@@ -41,7 +41,7 @@ def test_a_corrupt_block_cuts_the_answer_and_the_session():
         (IoOutcome.CORRUPT, "block_corrupt", {"tier": "ssd", "num_sessions": "1"}),
     ],
 )
-def test_a_read_that_fails_is_told(outcome, name, said):
+def test_a_failed_read_is_reported(outcome, name, said):
     """With the block, and with the session that used it last."""
     world = world_with_a_on_ssd()
     (block, _) = keys_of(world, A)
@@ -52,7 +52,7 @@ def test_a_read_that_fails_is_told(outcome, name, said):
 
 
 def test_a_load_that_is_corrupt_from_the_start_is_a_miss():
-    """Nothing survives: MISS, nothing owed, and reads behind it serve nobody."""
+    """Nothing remains: MISS, no lease, and reads behind it serve no load."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES + TWOS)
     world.finish_io(min(world.io), IoOutcome.CORRUPT)
@@ -74,7 +74,7 @@ def test_a_transient_error_keeps_the_block_on_ssd():
 
 
 def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
-    """The block goes when its read ends: nobody wants it."""
+    """The block is dropped when its read ends."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
@@ -85,8 +85,8 @@ def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
     assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [1, 2]
 
 
-def test_what_was_read_may_be_written_again():
-    """Token ids come from the extent's header, so a block that left SSD is stored anew."""
+def test_a_block_that_was_read_may_be_written_again():
+    """Its token ids come from the extent's header, so a block that left SSD can be stored again."""
     world = world_with_a_on_ssd()
     load(world, A, ONES + TWOS)
     world.engine.writes.set_capacity(0)

@@ -1,4 +1,4 @@
-"""How keys follow from tokens and discards: equal computations share them, and no others do."""
+"""How keys follow from tokens and discards: equal computations share keys, others do not."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ def chaining(lineage=None, layout=LAYOUT, salt=SALT):
     return Chaining(layout, salt, lineage)
 
 
-def test_a_context_without_discards_has_the_same_keys_named_or_not():
-    """That nothing was discarded is a lineage like the others, and changes no key."""
+def test_a_named_lineage_without_discards_has_the_same_keys():
+    """WHOLE is a lineage like the others, and changes no key."""
     named, unnamed = chaining(WHOLE), chaining()
     assert named.root == unnamed.root
     first = named.key(named.root, 0, FIRST)
@@ -27,14 +27,14 @@ def test_a_context_without_discards_has_the_same_keys_named_or_not():
 
 
 def test_tenants_and_layouts_share_no_key():
-    """The root is salted with the tenant, and made for the layout."""
+    """The root is salted with the tenant, and derived from the layout."""
     other_layout = replace(LAYOUT, block_tokens=2 * BLOCK_TOKENS)
     roots = {chaining().root, chaining(salt=salt_of("b")).root, chaining(layout=other_layout).root}
     assert len(roots) == 3
 
 
-def test_the_first_discard_turns_the_chain():
-    """What is computed behind it has another parent; what is before it has the old one."""
+def test_the_first_discard_changes_the_chain():
+    """Blocks computed behind it have another parent; those before it have the old one."""
     cut = chaining(CUT)
     chain = cut.key(cut.root, 0, FIRST)
     assert chain == chaining().key(cut.root, 0, FIRST)
@@ -43,30 +43,30 @@ def test_the_first_discard_turns_the_chain():
 
 
 def test_no_block_lies_across_the_first_discard():
-    """A block that would, ends where the clean tokens do."""
+    """A block that would ends at the last clean token."""
     cut = chaining(CUT)
     assert [cut.end_of_block(offset) for offset in (0, 4, 5, 6)] == [4, 6, 6, 10]
     assert chaining().end_of_block(4) == 8
 
 
-def test_coupled_positions_know_no_discard():
-    """Where positions are in the keys, only what was computed before a discard is ever kept."""
+def test_coupled_positions_have_no_keys_behind_a_discard():
+    """Where keys depend on positions, only blocks computed before a discard are ever kept."""
     coupled = chaining(CUT, replace(LAYOUT, position_mode="coupled"))
     assert coupled.lineage is WHOLE
     assert coupled.is_named
     assert coupled.end_of_block(4) == 8
 
 
-def test_another_lineage_costs_no_new_root():
-    """It is of the same tenant; the first one stays as it is."""
+def test_another_lineage_makes_no_new_root():
+    """The root is the tenant's; the first one stays as it is."""
     whole = chaining(WHOLE)
     cut = whole.under(CUT)
     assert cut.root is whole.root
     assert (whole.lineage, cut.lineage) == (WHOLE, CUT)
 
 
-def test_a_plain_span_holds_the_tokens_it_is_keyed_by():
-    """At this place, behind this chain, and no others."""
+def test_a_plain_span_matches_its_own_tokens_only():
+    """At this place, behind this chain."""
     whole = chaining(WHOLE)
     span = plain_span(whole.key(whole.root, 0, FIRST), BLOCK_TOKENS)
     assert whole.holds(span, whole.root, 0, FIRST)
@@ -74,7 +74,7 @@ def test_a_plain_span_holds_the_tokens_it_is_keyed_by():
     assert not whole.holds(span, b"x" * 16, 0, FIRST)
 
 
-def test_a_cut_span_is_found_by_its_digest_and_by_its_lineage_if_one_is_named():
+def test_a_cut_span_is_found_by_its_digest_and_a_named_lineage():
     """Equal tokens after other discards are another computation."""
     cut = chaining(CUT)
     tokens, end = FIRST[: 2 * 4], 8

@@ -1,4 +1,4 @@
-"""The check of all invariants: each thing that is broken is noticed, by the check meant for it."""
+"""The check of all invariants: each violation is detected by the check meant for it."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ from tests.property.cache_world import CacheWorld, to_bytes
 
 
 def busy_world() -> CacheWorld:
-    """Two blocks of A in both tiers, of which one is leased, C packed on SSD, B being stored."""
+    """Make a world: two blocks of A in both tiers, one leased; C packed on SSD; B being stored."""
     quotas = TenantLimits(quota_bytes=1 << 30)
     world = new_world(num_slots=4, tenant_limits=lambda _: quotas)
     store(world, C, THREES + ONES)
@@ -50,7 +50,7 @@ def queued_nowhere(state: CacheState) -> None:
 
 
 def block_of_a(state: CacheState, index: int = 0) -> Block:
-    """A block of the session that has two in DRAM and on SSD; the first is leased."""
+    """Return a block of the session with two in DRAM and on SSD; the first is leased."""
     return state.blocks[state.sessions[A].spans[index].block_key]
 
 
@@ -270,8 +270,8 @@ BROKEN: list[tuple[Callable[[CacheState], None], str]] = [
 @pytest.mark.parametrize(
     ("break_it", "message"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN]
 )
-def test_what_is_broken_is_noticed(break_it, message):
-    """Each table that does not agree with the others, and each count."""
+def test_every_violated_invariant_is_detected(break_it, message):
+    """Each table that contradicts the others, and each wrong count."""
     state = busy_world().engine._state
     break_it(state)
     with pytest.raises(AssertionError, match=message):
@@ -279,7 +279,7 @@ def test_what_is_broken_is_noticed(break_it, message):
 
 
 def reading_world() -> CacheWorld:
-    """A load waits for what is on SSD only."""
+    """Make a world where a load waits for blocks on SSD only."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
@@ -289,7 +289,7 @@ def reading_world() -> CacheWorld:
 
 
 def test_a_load_waits_for_what_it_reads():
-    """A lease that waits for something else, or an arrival that is not registered."""
+    """The lease waits for another block, or its read is not registered."""
     state = reading_world().engine._state
     arrival = next(iter(state.under_way.arrival_of.values()))
     waiting = dict(arrival.waiting)
@@ -303,16 +303,16 @@ def test_a_load_waits_for_what_it_reads():
         check(state)
 
 
-def test_a_lease_that_waits_is_tracked():
-    """Else nobody would be notified of its progress."""
+def test_a_waiting_lease_is_tracked():
+    """Otherwise no engine would be notified of its progress."""
     state = reading_world().engine._state
     next(iter(state.leases)).is_tracked = False
     with pytest.raises(AssertionError, match="has its progress published"):
         check(state)
 
 
-def test_what_is_read_ahead_is_counted():
-    """The bound on it would let too much begin, or nothing."""
+def test_blocks_read_ahead_are_counted():
+    """A wrong count would let too many reads begin, or none."""
     world = reading_world()
     world._engine._reader.ahead_bytes += 1
     with pytest.raises(AssertionError, match="bytes read ahead are counted right"):
@@ -320,7 +320,7 @@ def test_what_is_read_ahead_is_counted():
 
 
 def copying_world() -> CacheWorld:
-    """A session is being compacted."""
+    """Make a world in which a session is being compacted."""
     world = new_world(max_waste=0.5, compact_rest_ns=1)
     store(world, A, ONES + TWOS)
     world.engine.sessions.discard(A, to_bytes(ONES + TWOS), [(0, 2), (4, 6)])
@@ -332,8 +332,8 @@ def copying_world() -> CacheWorld:
     return world
 
 
-def test_a_compaction_is_counted_in_all_tables():
-    """The slots that it fills, whose they are, and the blocks that it copies from."""
+def test_a_compaction_is_recorded_in_all_tables():
+    """The slots that it fills, their session, and the blocks that it copies from."""
     state = copying_world().engine._state
     target = state.compaction.targets.pop()
     with pytest.raises(AssertionError, match=r"should be SlotState\.FREE"):

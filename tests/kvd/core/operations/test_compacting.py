@@ -1,4 +1,4 @@
-"""Compaction: what discards have left is put together, and nothing else changes."""
+"""Compaction: the rest of discards is put together, and nothing else changes."""
 
 from kvd.core.operations import compacting
 from kvd.core.records.actions import (
@@ -32,7 +32,7 @@ from tests.property.cache_world import BLOCK_TOKENS, LAYOUT, MODEL, CacheWorld, 
 
 
 def test_sparse_blocks_become_dense_ones():
-    """Half of the blocks, whole spans, the same rows; on SSD before the session says so."""
+    """Half of the blocks, whole spans, the same rows; on SSD before the session names them."""
     world = sparse_world()
     rows = rows_of(world, load(world, A, KEPT))
     info = world.engine.inspection.info(A)
@@ -60,7 +60,7 @@ def test_sparse_blocks_become_dense_ones():
     }
 
 
-def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
+def test_the_chain_continues_after_a_compaction():
     """Blocks stored before and after the compaction have the same chain."""
     world = sparse_world()
     before = world.engine.inspection.describe(A).blocks[-1]
@@ -78,7 +78,7 @@ def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
 
 
 def test_a_compacted_session_is_found_by_its_lineage():
-    """An engine that names the discards proves by it that a dense block is what it asks for."""
+    """An engine that names the discards gets the dense blocks."""
     world = sparse_world()
     rest(world)
     world.quiesce()
@@ -91,8 +91,8 @@ def test_a_compacted_session_is_found_by_its_lineage():
         world.pump()
 
 
-def test_shared_blocks_are_left_alone():
-    """Somebody else's blocks are not smaller for it."""
+def test_shared_blocks_are_not_compacted():
+    """Another session's blocks would not become smaller."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS)
     store(world, B, TOKENS)
@@ -107,8 +107,8 @@ def test_shared_blocks_are_left_alone():
     assert num_blocks(world) == 3, "now they are its own"
 
 
-def test_a_session_in_use_makes_none_behind_it_wait():
-    """It was due as well, and a turn of it came before."""
+def test_a_session_in_use_does_not_delay_the_next():
+    """Both were due, and the first one has a turn."""
     world = sparse_world()
     other = [number + 50 for number in TOKENS]
     store(world, B, other)
@@ -120,8 +120,8 @@ def test_a_session_in_use_makes_none_behind_it_wait():
     assert len(world.io_of(CompactTokens)) == 1, "of the other"
 
 
-def test_the_index_learns_of_new_blocks_before_their_session_has_them():
-    """Though that session waits for the index already, for another reason."""
+def test_the_index_gets_new_blocks_before_their_session():
+    """Even if that session's row already waits for another reason."""
     world = sparse_world()
     rest(world)
     world.finish_all(CompactTokens)
@@ -135,8 +135,8 @@ def test_the_index_learns_of_new_blocks_before_their_session_has_them():
     assert kinds == [PutBlock, PutSession, CommitIndex]
 
 
-def test_little_waste_is_no_reason():
-    """Neither by share, nor by size."""
+def test_little_waste_is_not_compacted():
+    """Neither little by share, nor little by size."""
     for limits in ({"max_waste": 0.51}, {"compact_min_bytes": 1 << 30}):
         world = new_world(compact_rest_ns=REST_NS, **({"max_waste": 0.5} | limits))
         store(world, A, TOKENS)
@@ -145,8 +145,8 @@ def test_little_waste_is_no_reason():
         assert not world.io
 
 
-def test_a_source_that_is_not_what_was_stored_is_found():
-    """Wrong bytes never get new checksums; the copy on SSD takes their place."""
+def test_a_corrupt_source_is_detected():
+    """Wrong bytes never get new checksums; the copy on SSD is used."""
     world = sparse_world()
     block = world.engine.inspection.describe(A).blocks[0]
     rest(world)
@@ -156,8 +156,8 @@ def test_a_source_that_is_not_what_was_stored_is_found():
     assert rows_of(world, load(world, A, KEPT)) == compute([], TOKENS)[1::2]
 
 
-def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
-    """Whatever was committed when it was killed, be DRAM kept or not, all rows are there."""
+def test_a_restarted_kvd_finds_the_old_spans_or_the_new_ones():
+    """Whatever was committed when it was killed, with DRAM or without, all rows exist."""
     for keep_dram in (True, False):
         num_steps = 0
         while True:
@@ -176,7 +176,10 @@ def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
 
 
 def _resume(world, num_steps: int) -> bool:
-    """Do so many things in turn: end an operation, or commit a row; False if there are fewer."""
+    """Continue step by step: end an operation, or commit a row.
+
+    Return False if there are no more.
+    """
     for _ in range(num_steps):
         if world.io:
             world.finish_io(min(world.io))
@@ -201,8 +204,8 @@ def test_without_ssd_dense_blocks_are_adopted():
     assert load(world, A, KEPT).end_token == len(KEPT)
 
 
-def test_a_session_larger_than_a_run_takes_several():
-    """Room in DRAM bounds a run; the next one goes on behind it."""
+def test_a_session_larger_than_a_run_takes_several_runs():
+    """Room in DRAM bounds a run; the next one continues behind it."""
     world = sparse_world(num_slots=8)
     rest(world)
     world.quiesce()
@@ -210,8 +213,8 @@ def test_a_session_larger_than_a_run_takes_several():
     assert rows_of(world, load(world, A, KEPT)) == compute([], TOKENS)[1::2]
 
 
-def test_what_is_dense_already_stays_between_what_is_made_so():
-    """A whole block amid sparse ones is neither copied nor lost."""
+def test_dense_blocks_between_sparse_ones_stay():
+    """They are neither copied nor lost."""
     evens = [(i, i + 1) for i in (0, 2, 4, 6, 12, 14, 16, 18)]
     kept = [token for i, token in enumerate(TOKENS) if (i, i + 1) not in evens]
     world = new_world(max_waste=0.3, compact_rest_ns=REST_NS)
@@ -225,7 +228,7 @@ def test_what_is_dense_already_stays_between_what_is_made_so():
     assert world.engine.inspection.info(A).num_tokens == len(kept)
 
 
-def test_room_is_taken_from_colder_sessions():
+def test_colder_sessions_make_room_for_a_compaction():
     """A full arena is the usual case."""
     world = new_world(num_slots=8, max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, B, [7] * 8)
@@ -237,8 +240,8 @@ def test_room_is_taken_from_colder_sessions():
     assert load(world, B, [7] * 8).end_token == 8
 
 
-def test_many_spans_are_a_reason():
-    """Though little is lost: each of them is named by every load."""
+def test_many_spans_are_compacted():
+    """Even with little waste: every load names each of them."""
     wide = KVLayout(MODEL, LAYOUT.layers, 2 * BLOCK_TOKENS)
     for max_waste, num_compactions in ((0.6, 1), (0.5, 1), (1.0, 0)):
         limits = Limits(16, 0, max_waste=max_waste, compact_rest_ns=REST_NS)
@@ -256,8 +259,8 @@ def test_many_spans_are_a_reason():
     assert not world.io, "three spans a block are few"
 
 
-def test_what_is_shared_stays_before_what_is_put_together():
-    """Only blocks of the session's own are made dense, behind those that others use, too."""
+def test_shared_blocks_stay_before_the_compacted_ones():
+    """Only the session's own blocks become dense, behind those that others use, too."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS)
     store(world, B, TOKENS[:8])
@@ -272,8 +275,8 @@ def test_what_is_shared_stays_before_what_is_put_together():
     assert load(world, B, TOKENS[:8]).end_token == 8
 
 
-def test_two_spans_are_enough_to_make_a_block_of():
-    """Each of half a block."""
+def test_two_half_blocks_suffice():
+    """Each span has half of a block."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS)
     discard(world, A, TOKENS, [(i + 2, i + 4) for i in range(0, len(TOKENS), 4)])
@@ -284,7 +287,7 @@ def test_two_spans_are_enough_to_make_a_block_of():
 
 
 def test_a_run_is_bounded(monkeypatch):
-    """A session of several is put together bit by bit, so that one copy stays short."""
+    """A session is compacted in several runs, so that one copy stays short."""
     monkeypatch.setattr(compacting, "MAX_RUN_BYTES", LAYOUT.block_bytes)
     world = sparse_world()
     rest(world)

@@ -1,4 +1,4 @@
-"""Compaction that waits, is put off or given up: for leases, uses, room and other work."""
+"""Compaction that waits, is postponed or given up: for leases, uses, room and other work."""
 
 from kvd.core.operations.compacting import RETRY_NS
 from kvd.core.records.actions import CompactTokens, HashSlot, IoOutcome, WriteBlock
@@ -31,7 +31,7 @@ from tests.kvd.core.turns import (
 from tests.property.cache_world import compute, to_bytes
 
 
-def test_a_lease_that_comes_meanwhile_wins():
+def test_a_lease_during_a_compaction_has_precedence():
     """The session stays as it is while it is in use, and is compacted later."""
     world = sparse_world()
     rest(world)
@@ -48,8 +48,8 @@ def test_a_lease_that_comes_meanwhile_wins():
     assert num_blocks(world) == 3
 
 
-def test_a_lease_that_comes_while_the_copies_are_written_wins():
-    """They are let go at once, though all of them come to SSD."""
+def test_a_lease_while_the_copies_are_written_has_precedence():
+    """They are dropped at once, even if all of them reach SSD."""
     world = sparse_world()
     rest(world)
     world.finish_all(CompactTokens)
@@ -60,8 +60,8 @@ def test_a_lease_that_comes_while_the_copies_are_written_wins():
     assert (num_blocks(world), counter(world, "compactions")) == (6, 0)
 
 
-def test_a_second_discard_meanwhile_wins():
-    """What was copied is not what is left."""
+def test_a_second_discard_during_a_compaction_has_precedence():
+    """The copies do not match the remaining tokens."""
     world = sparse_world()
     rest(world)
     discard(world, A, KEPT, [(0, 6)])
@@ -69,8 +69,8 @@ def test_a_second_discard_meanwhile_wins():
     assert counter(world, "compactions") == 0
 
 
-def test_without_room_on_ssd_it_is_given_up():
-    """What is on SSD is not given up for what cannot be there."""
+def test_without_room_on_ssd_compaction_is_given_up():
+    """Blocks on SSD are not evicted for copies that cannot be written."""
     world = sparse_world(num_extents=6)
     rest(world)
     world.quiesce()
@@ -78,8 +78,8 @@ def test_without_room_on_ssd_it_is_given_up():
     assert world.engine.inspection.info(A).ssd_bytes
 
 
-def test_who_comes_into_use_while_it_waits_is_looked_at_later():
-    """Its turn may leave the queue without having touched it."""
+def test_a_session_used_while_it_waits_is_compacted_later():
+    """Its turn may leave the queue without having used it."""
     world = sparse_world()
     store(world, B, TOKENS[::-1])
     discard(world, B, TOKENS[::-1], EVEN)
@@ -96,8 +96,8 @@ def test_who_comes_into_use_while_it_waits_is_looked_at_later():
     assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)
 
 
-def test_nothing_is_begun_once_the_end_is_near():
-    """What is dirty goes first."""
+def test_no_compaction_begins_during_a_shutdown():
+    """Dirty blocks go first."""
     world = sparse_world(admission=Admission.ON_EVICT)
     world.engine.write_dirty()
     world.pump()
@@ -106,8 +106,8 @@ def test_nothing_is_begun_once_the_end_is_near():
     assert world.io_of(WriteBlock)
 
 
-def test_a_failed_copy_leaves_all_as_it_was():
-    """An operation that could not be made says nothing of the bytes."""
+def test_a_failed_copy_changes_nothing():
+    """A failed operation says nothing about the bytes."""
     world = sparse_world()
     rest(world)
     world.finish_all(CompactTokens, IoOutcome.TRANSIENT)
@@ -117,7 +117,7 @@ def test_a_failed_copy_leaves_all_as_it_was():
 
 
 def test_an_arena_that_is_given_up_is_not_compacted():
-    """A copy that is under way then is not made use of, and its slots come free."""
+    """An active copy is not used, and its slots are freed."""
     world = sparse_world()
     rest(world)
     assert not world.engine.release_dram()
@@ -127,8 +127,8 @@ def test_an_arena_that_is_given_up_is_not_compacted():
     assert world.engine.release_dram()
 
 
-def test_a_session_that_goes_does_not_wait_any_more():
-    """However long nothing can be compacted, only sessions that are stored wait."""
+def test_a_removed_session_does_not_wait_for_compaction():
+    """Only stored sessions wait, however long no compaction is possible."""
     world = sparse_world()
     world.engine.release_dram()
     rest(world)
@@ -137,8 +137,8 @@ def test_a_session_that_goes_does_not_wait_any_more():
     assert not world.engine._state.wasteful
 
 
-def test_a_use_puts_it_off():
-    """A session is compacted when it has been left alone for a while since its last use."""
+def test_a_use_postpones_compaction():
+    """A session is compacted when it has been idle for a while."""
     world = sparse_world()
     world.now_ns += REST_NS - 1
     load(world, A, KEPT)
@@ -151,8 +151,8 @@ def test_a_use_puts_it_off():
     assert world.io_of(CompactTokens)
 
 
-def test_a_session_in_use_when_it_is_due_is_looked_at_in_a_while():
-    """Neither at once, again and again, nor never."""
+def test_a_session_in_use_when_it_is_due_is_compacted_later():
+    """It is checked after a while: not at once, again and again, nor never."""
     world = sparse_world()
     answer = prepare_load(world, A, KEPT)
     rest(world)
@@ -163,8 +163,8 @@ def test_a_session_in_use_when_it_is_due_is_looked_at_in_a_while():
     assert world.io_of(CompactTokens)
 
 
-def test_blocks_that_are_hashed_just_then_are_compacted_in_a_while():
-    """What cannot be moved yet is moved later, and nothing is moved meanwhile."""
+def test_blocks_being_hashed_are_compacted_later():
+    """Nothing is moved while one of them cannot be."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS, admission=Admission.ON_EVICT)
     complete_store(world, prepare_store(world, A, TOKENS))
     world.engine.sessions.discard(A, to_bytes(TOKENS), EVEN)
@@ -177,8 +177,8 @@ def test_blocks_that_are_hashed_just_then_are_compacted_in_a_while():
     assert (num_blocks(world), counter(world, "compactions")) == (3, 1)
 
 
-def test_what_is_on_ssd_only_is_nothing_to_wait_for():
-    """It is looked at when its session has been used again."""
+def test_blocks_on_ssd_only_are_not_waited_for():
+    """The session is checked again after its next use."""
     world = sparse_world(num_slots=6)
     store(world, B, [7] * len(TOKENS))
     assert world.engine.inspection.info(A).dram_bytes == 0
@@ -187,8 +187,8 @@ def test_what_is_on_ssd_only_is_nothing_to_wait_for():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_blocks_that_are_written_just_then_are_compacted_in_a_while():
-    """What is on its way to SSD stays where it is."""
+def test_blocks_being_written_are_compacted_later():
+    """They stay in their slots until they are on SSD."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS, settle=False)
     assert len(world.io_of(WriteBlock)) == 6
@@ -202,8 +202,8 @@ def test_blocks_that_are_written_just_then_are_compacted_in_a_while():
     assert (num_blocks(world), counter(world, "compactions")) == (3, 1)
 
 
-def test_a_discard_near_the_end_begins_nothing():
-    """The end is for good, whatever is discarded then."""
+def test_a_discard_during_a_shutdown_begins_nothing():
+    """A shutdown is final, whatever is discarded then."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS)
     world.engine.write_dirty()
@@ -214,7 +214,7 @@ def test_a_discard_near_the_end_begins_nothing():
 
 
 def test_a_discard_after_an_arena_was_given_up_is_compacted():
-    """That it was to be emptied once is forgotten then."""
+    """The earlier order to empty it has no effect any more."""
     world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
     store(world, A, TOKENS)
     world.engine.release_dram()

@@ -1,4 +1,4 @@
-"""Which tokens are put together: what a discard left, in this session's own blocks, at rest."""
+"""Which tokens are compacted: those that discards left, in the session's own blocks, at rest."""
 
 from kvd.core.operations.compaction_plan import (
     is_pending,
@@ -18,7 +18,7 @@ def of(world, key=A):
 
 
 def test_half_empty_blocks_are_worth_it_and_full_ones_are_not():
-    """As much as `max_waste` says, and of as many bytes as are worth a run."""
+    """The shares and bytes are those of `max_waste` and of the smallest run."""
     assert is_wasteful(*of(sparse_world()))
     assert not is_wasteful(*of(sparse_world(max_waste=0.6)))
     assert not is_wasteful(*of(sparse_world(compact_min_bytes=7 * LAYOUT.block_bytes)))
@@ -28,7 +28,7 @@ def test_half_empty_blocks_are_worth_it_and_full_ones_are_not():
 
 
 def test_new_blocks_take_whole_spans_in_order():
-    """As many as fit; each ends where a span ended, and takes its chain over."""
+    """As many as fit; each ends where a span ended, and has its chain."""
     state, session = of(sparse_world())
     plan = plan_compaction(state, session, 0, 0, 100)
     assert plan is not None
@@ -40,7 +40,7 @@ def test_new_blocks_take_whole_spans_in_order():
     assert plan.new == [dense.span for dense in plan.dense]
 
 
-def test_a_plan_has_as_many_blocks_as_it_may():
+def test_a_plan_has_a_bounded_number_of_blocks():
     """The spans behind them are left for another run."""
     state, session = of(sparse_world())
     plan = plan_compaction(state, session, 0, 0, 1)
@@ -51,7 +51,7 @@ def test_a_plan_has_as_many_blocks_as_it_may():
     assert (rest.first, len(rest.dense)) == (len(plan.old), 2)
 
 
-def test_what_was_never_cut_is_not_touched():
+def test_uncut_blocks_are_not_moved():
     """A plain span in front is not part of the plan; a session of plain ones has none."""
     world = sparse_world()
     store(world, B, TOKENS)
@@ -78,7 +78,7 @@ def test_blocks_that_another_session_uses_stay():
 
 
 def test_a_block_that_is_read_is_copied_later():
-    """Nothing moves under a reader; the plan is pending until it has gone."""
+    """Its bytes must not move; the plan is pending until the reader has gone."""
     state, session = of(sparse_world())
     block = state.blocks[session.spans[0].block_key]
     assert may_be_copied(state, block)

@@ -39,7 +39,7 @@ def discard(world, tokens, *ranges) -> int:
     return kept
 
 
-def test_the_oldest_tokens_go_and_the_rest_moves_up():
+def test_the_oldest_tokens_go_and_the_rest_moves_to_the_front():
     """What remains is found at its new positions, inside the old blocks."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
@@ -51,8 +51,8 @@ def test_the_oldest_tokens_go_and_the_rest_moves_up():
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_other_tokens_do_not_match_what_a_discard_has_left(is_named):
-    """A span that lost tokens is no block of its key any more: its tokens alone say what it is."""
+def test_other_tokens_do_not_match_the_rest_of_a_discard(is_named):
+    """A span that lost tokens has no block key any more: only its tokens identify it."""
     world = new_world()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     lineage = WHOLE.after(to_bytes(tokens), [(0, 2)]) if is_named else None
@@ -79,8 +79,8 @@ def test_ranges_are_sorted_and_joined():
     assert [(s.start, s.num_tokens) for s in answer.spans] == [(0, 1), (3, 1), (0, 2), (3, 1)]
 
 
-def test_nothing_to_discard_changes_nothing():
-    """No ranges, or ranges behind what is stored."""
+def test_an_empty_discard_changes_nothing():
+    """No ranges, or ranges behind the stored tokens."""
     world = new_world()
     store(world, A, ONES)
     assert discard(world, ONES) == 4
@@ -89,7 +89,7 @@ def test_nothing_to_discard_changes_nothing():
 
 
 def test_discarding_everything_drops_the_session():
-    """A session without spans is none."""
+    """A session without spans does not exist."""
     world = new_world()
     store(world, A, ONES)
     assert discard(world, ONES, (0, 4)) == 0
@@ -107,7 +107,7 @@ def test_blocks_computed_after_a_discard_are_not_shared():
 
 
 def test_a_partial_block_from_before_a_discard_is_not_replaced():
-    """Its tokens were computed before the discard; a new block would claim otherwise."""
+    """Its tokens were computed before the discard; a new block would say otherwise."""
     world = new_world()
     store(world, A, [*ONES, 2])
     discard(world, [*ONES, 2], (0, 2))
@@ -116,7 +116,7 @@ def test_a_partial_block_from_before_a_discard_is_not_replaced():
 
 
 def test_two_spans_of_one_block_have_different_successors():
-    """What follows the first run of a block is not what follows the second one."""
+    """Blocks behind the first run of a block do not follow the second one."""
     world = new_world()
     store(world, A, [1, 2, 3, 4])
     discard(world, [1, 2, 3, 4], (1, 2))
@@ -124,7 +124,7 @@ def test_two_spans_of_one_block_have_different_successors():
     assert len(set(chains)) == 2
 
 
-def test_a_session_with_a_discard_goes_its_own_way():
+def test_a_session_with_a_discard_has_its_own_chain():
     """A longer content chain of equal tokens is not used: its KV is another computation."""
     world = new_world()
     store(world, B, ONES + TWOS)
@@ -135,7 +135,7 @@ def test_a_session_with_a_discard_goes_its_own_way():
 
 
 def test_coupled_positions_keep_the_prefix_only():
-    """With positions baked into the keys nothing behind the first discarded token is valid."""
+    """Where keys depend on positions nothing behind the first discarded token is valid."""
     world = new_world()
     layout = dataclasses.replace(LAYOUT, position_mode="coupled")
     world.engine = CacheEngine(layout, world.limits, salt_of)
@@ -144,7 +144,7 @@ def test_coupled_positions_keep_the_prefix_only():
 
 
 def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one():
-    """D5: the same tokens remain, the same ones follow; whoever is first, nothing is shared."""
+    """The same tokens remain, the same ones follow; whichever is first, they share nothing."""
     for truncated_first in (True, False):
         world = new_world()
         kept = [*ONES, *TWOS]
@@ -158,8 +158,8 @@ def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one()
             assert load(world, key, later).end_token == len(later)
 
 
-def test_what_kvd_does_not_hold_is_discarded_too():
-    """D5: the engine has kept rows that kvd has lost, and stores them after the discard.
+def test_tokens_that_kvd_has_lost_are_discarded_too():
+    """The engine has kept rows that kvd has lost, and stores them after the discard.
 
     By the tokens alone they look like those of a session without a discard.
     """
@@ -176,8 +176,8 @@ def test_what_kvd_does_not_hold_is_discarded_too():
         assert keys_of(world, A)[1] != keys_of(world, B)[1]
 
 
-def test_a_discard_that_kvd_has_not_received_shows_in_the_lineage():
-    """Equal tokens in the old place are another computation: they are not handed out."""
+def test_a_discard_that_kvd_has_missed_shows_in_the_lineage():
+    """Equal tokens in the old place are another computation: they are not granted."""
     world = new_world()
     tokens = [*ONES, *TWOS, *TWOS]
     store(world, A, tokens)
@@ -189,7 +189,7 @@ def test_a_discard_that_kvd_has_not_received_shows_in_the_lineage():
 
 
 def test_a_block_ends_where_the_first_discard_was():
-    """Else it would be made of two computations."""
+    """Otherwise it would mix two computations."""
     world = new_world()
     tokens = [*ONES, 2, 2, 9, 9, *THREES]
     lineage = WHOLE.after(to_bytes(tokens), [(6, 8)])
@@ -201,8 +201,8 @@ def test_a_block_ends_where_the_first_discard_was():
     assert answer.end_token == len(kept), "a fork with the same discards finds all of it"
 
 
-def test_dropping_the_end_is_no_discard_that_matters():
-    """What is left is a prefix like any other, and so is what follows it."""
+def test_dropping_the_end_is_no_real_discard():
+    """The rest is a prefix like any other, and so are later blocks."""
     world = new_world()
     store(world, A, ONES + TWOS)
     assert discard(world, ONES + TWOS, (4, 8)) == 4
@@ -212,8 +212,8 @@ def test_dropping_the_end_is_no_discard_that_matters():
     assert WHOLE.after(to_bytes(ONES + TWOS), [(4, 8)]) == WHOLE
 
 
-def test_discards_add_up():
-    """Each one works on what the one before it has left, also where it was before."""
+def test_discards_accumulate():
+    """Each applies to the result of the one before it, also at the same place."""
     world = new_world()
     tokens, lineage = list(range(40, 60)), WHOLE
     store(world, A, tokens)
@@ -231,8 +231,8 @@ def test_discards_add_up():
         world.engine.loads.complete(answer.lease_id, ENGINE_ID)
 
 
-def test_a_discard_outlives_a_restart():
-    """From the index, and with what is in DRAM only."""
+def test_a_discard_survives_a_restart():
+    """From the index, and for blocks in DRAM only."""
     for keep_dram in (False, True):
         world = new_world(num_extents=0 if keep_dram else 64)
         store(world, A, ONES + TWOS + THREES)
@@ -242,8 +242,8 @@ def test_a_discard_outlives_a_restart():
         assert load(world, A, [1, 1, 2, 2, 3, 3]).end_token == 6
 
 
-def test_a_packed_session_is_unpacked_for_it():
-    """What lies on SSD only is edited like the rest."""
+def test_a_packed_session_is_unpacked_for_a_discard():
+    """Sessions on SSD only are edited like the others."""
     world = new_world()
     store(world, A, ONES + TWOS)
     world.engine.release_dram()
@@ -254,8 +254,8 @@ def test_a_packed_session_is_unpacked_for_it():
     assert load(world, A, [1, 1, *TWOS]).end_token == 6
 
 
-def test_a_load_under_way_keeps_what_it_reads():
-    """The blocks go when it ends; its rows are still those it was promised."""
+def test_an_active_load_keeps_its_blocks():
+    """They are dropped when it ends; until then its rows are the promised ones."""
     world = new_world()
     store(world, A, ONES + TWOS)
     answer = prepare_load(world, A, ONES + TWOS)
@@ -269,8 +269,8 @@ def test_a_load_under_way_keeps_what_it_reads():
     assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
-def test_a_store_under_way_does_not_bring_back_what_was_discarded():
-    """It was prepared for a sequence that is not the session's any more."""
+def test_an_active_store_does_not_bring_back_discarded_tokens():
+    """It was prepared for a sequence that the session does not have any more."""
     world = new_world()
     store(world, A, ONES + TWOS)
     answer = prepare_store(world, A, ONES + TWOS + THREES)
@@ -281,8 +281,8 @@ def test_a_store_under_way_does_not_bring_back_what_was_discarded():
     assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
-def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
-    """Hashes, writes and reads end as they would; then what nobody wants goes."""
+def test_blocks_with_active_operations_are_discarded_when_these_end():
+    """Hashes, writes and reads end as usual; then unused blocks are dropped."""
     for kind in (HashSlot, WriteBlock):
         world = new_world()
         answer = prepare_store(world, A, ONES + TWOS)
@@ -296,7 +296,7 @@ def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
 
 
 def test_shared_blocks_stay_whole_for_the_others():
-    """Another session on the same blocks notices nothing."""
+    """Another session on the same blocks is not affected."""
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, ONES + TWOS)
@@ -307,7 +307,7 @@ def test_shared_blocks_stay_whole_for_the_others():
 
 
 def test_naive_positions_keep_what_decoupled_ones_keep():
-    """They are there to be measured: rows stay, with the positions they were computed at."""
+    """They exist for comparison: rows stay, with the positions they were computed at."""
     world = new_world()
     layout = dataclasses.replace(LAYOUT, position_mode="naive")
     world.engine = CacheEngine(layout, world.limits, salt_of)
@@ -316,8 +316,8 @@ def test_naive_positions_keep_what_decoupled_ones_keep():
     assert load(world, A, [1, 2, 2]).end_token == 3
 
 
-def test_with_coupled_positions_a_prefix_is_like_any_other():
-    """What follows is computed anew, and may be shared."""
+def test_with_coupled_positions_the_prefix_is_ordinary():
+    """Later tokens are computed anew, and may be shared."""
     world = new_world()
     layout = dataclasses.replace(LAYOUT, position_mode="coupled")
     world.engine = CacheEngine(layout, world.limits, salt_of)
@@ -337,8 +337,8 @@ def test_impossible_ranges_are_refused():
             discard(world, ONES, bad)
 
 
-def test_what_is_discarded_is_counted_and_told():
-    """Tokens that were stored, and what is left of the session."""
+def test_discards_are_counted_and_reported():
+    """With the number of dropped tokens, and the rest of the session."""
     world = new_world()
     store(world, A, ONES + TWOS)
     discard(world, ONES + TWOS, (1, 3), (5, 6))
@@ -349,8 +349,8 @@ def test_what_is_discarded_is_counted_and_told():
     assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (2, 8)
 
 
-def test_a_discard_says_how_much_is_stored_now():
-    """A policy that ranks by size, or learns from it, is to know."""
+def test_a_discard_reports_the_new_size():
+    """Policies that rank by size, or learn from it, need it."""
     sizes = []
 
     class Sized(LruPolicy):

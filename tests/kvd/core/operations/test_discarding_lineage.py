@@ -1,4 +1,4 @@
-"""Discards whose engines name what their tokens were computed after."""
+"""Discards of engines that name the lineage of their tokens."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ KEPT = [*ONES, *THREES, *FOURS]
 AFTER = WHOLE.after(to_bytes(OLD), CUT)
 
 
-def test_who_names_that_nothing_was_discarded_gets_nothing_else():
-    """WHOLE is a lineage; only who names none is taken to mean what is stored."""
+def test_a_load_of_a_whole_context_gets_nothing_else():
+    """WHOLE is a lineage; only a load that names none gets what is stored."""
     for discarded_as in (WHOLE, None):
         world = new_world()
         store(world, A, OLD)
@@ -51,8 +51,8 @@ def test_rows_before_all_discards_are_found_as_whole():
     assert _num_found(world, [1, 2, 9], WHOLE) == 2, "as if nothing had been discarded"
 
 
-def test_what_is_stored_as_whole_is_not_chained_to_a_discard():
-    """A new context of the same tokens: it builds on the clean ones, and replaces the others."""
+def test_blocks_stored_as_whole_are_not_chained_to_a_discard():
+    """A new context of the same tokens builds on the clean blocks, and replaces the others."""
     world = new_world()
     store(world, A, OLD)
     _discard_named(world, OLD, CUT, WHOLE)
@@ -83,8 +83,8 @@ def test_a_discard_may_be_repeated(restarts):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("first", [0, 4, 6])
-def test_a_discard_that_comes_late_leaves_later_ones_alone(first, restarts):
-    """What it fell on is gone; what is there was made of other tokens, or after others."""
+def test_a_late_discard_does_not_change_later_tokens(first, restarts):
+    """The tokens it meant are gone; the present ones were computed differently."""
     world = new_world()
     ranges = [(first, first + 3)]
     store_named(world, A, OLD, WHOLE)
@@ -102,7 +102,7 @@ def test_a_discard_that_comes_late_leaves_later_ones_alone(first, restarts):
 
 
 def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
-    """The discard's turn failed for good: the next one computes the old context anew."""
+    """The turn of the discard failed for good: the next one computes the old context anew."""
     world = new_world()
     store_named(world, A, OLD, WHOLE)
     _discard_named(world, OLD, CUT, WHOLE)
@@ -118,8 +118,8 @@ def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
     assert _num_found(world, [*KEPT, 5], WHOLE.after(to_bytes([*OLD, 5]), CUT)) == 13
 
 
-def test_a_store_of_the_old_context_does_not_outlive_a_repeated_discard():
-    """Of the new one it does."""
+def test_a_repeated_discard_drops_a_store_of_the_old_context():
+    """A store of the new context stays."""
     for lineage, tokens, num_left in ((WHOLE, [*OLD, 5], 12), (AFTER, [*KEPT, 5], 13)):
         world = new_world()
         store_named(world, A, OLD, WHOLE)
@@ -132,16 +132,16 @@ def test_a_store_of_the_old_context_does_not_outlive_a_repeated_discard():
         assert _num_found(world, KEPT, AFTER) == 12
 
 
-def test_a_session_that_grew_past_the_context_is_cut_with_it():
-    """A failed turn has stored more than its context has now; that goes, the rest is discarded."""
+def test_a_session_longer_than_the_context_is_cut_to_it():
+    """A failed turn has stored more than its context has now; that is dropped, too."""
     world = new_world()
     store_named(world, A, [*OLD, *ONES], WHOLE)
     assert _discard_named(world, OLD, CUT, WHOLE) == 12
     assert world.engine.inspection.info(A).num_tokens == 12
 
 
-def test_dropping_the_end_again_spares_what_has_come_since():
-    """It leads to the lineage that it comes from."""
+def test_dropping_the_end_again_keeps_later_tokens():
+    """The resulting lineage is the one that it starts from."""
     world = new_world()
     store_named(world, A, OLD, WHOLE)
     for _ in range(2):
@@ -150,8 +150,8 @@ def test_dropping_the_end_again_spares_what_has_come_since():
         assert _num_found(world, KEPT, WHOLE) == 12
 
 
-def test_coupled_sessions_are_left_alone_as_well():
-    """Their tokens alone might look like those before the discard."""
+def test_coupled_sessions_are_not_changed_either():
+    """By their tokens alone they might look like those before the discard."""
     world = new_world()
     layout = dataclasses.replace(LAYOUT, position_mode="coupled")
     world.engine = CacheEngine(layout, world.limits, salt_of)
@@ -164,8 +164,8 @@ def test_coupled_sessions_are_left_alone_as_well():
     assert world.engine.inspection.info(A).num_tokens == 12
 
 
-def test_a_coupled_session_of_later_discards_is_left_alone():
-    """What lies behind the first dropped token was computed after another context."""
+def test_a_coupled_session_of_later_discards_is_not_changed():
+    """Tokens behind the first dropped one were computed after another context."""
     world = new_world()
     layout = dataclasses.replace(LAYOUT, position_mode="coupled")
     world.engine = CacheEngine(layout, world.limits, salt_of)
@@ -186,7 +186,7 @@ def _discard_named(world, tokens, ranges, lineage) -> int:
 
 
 def _num_found(world, tokens, lineage) -> int:
-    """How many tokens a load is granted that names this lineage."""
+    """Return how many tokens a load is granted that names this lineage."""
     answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
     world.pump()
     if answer.lookup is Lookup.PENDING:

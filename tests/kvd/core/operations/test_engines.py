@@ -21,14 +21,14 @@ NEW_ID = 2
 
 
 def world_with_leases():
-    """The engine loads one session and stores another; returns both answers."""
+    """Let the engine load one session and store another; return both answers."""
     world = new_world()
     store(world, A, ONES)
     return world, prepare_load(world, A, ONES), prepare_store(world, B, TWOS)
 
 
-def emitted(world, call):
-    """The fields of what a call reports, by its name."""
+def events_of(world, call):
+    """Return the fields of the events that a call emits, by name."""
     world.pump()
     world.events.clear()
     call()
@@ -46,7 +46,7 @@ def test_a_dead_engine_holds_nothing():
     engine = world.engine
     engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     assert leases(world) == {loading.lease_id, storing.lease_id}
-    found = emitted(world, lambda: engine.engines.remove(ENGINE_ID))
+    found = events_of(world, lambda: engine.engines.remove(ENGINE_ID))
     assert found[OWNER_GONE] == {"owner": str(ENGINE_ID), "num_leases": "2"}
     assert not leases(world)
     assert engine.engines.num_requests(ENGINE_ID) == (0, 0)
@@ -54,18 +54,18 @@ def test_a_dead_engine_holds_nothing():
 
 
 def test_a_lost_connection_ends_loads_and_keeps_stores():
-    """What it may still be writing to is nobody else's until it is back, or dead."""
+    """Slots that it may still be writing are not reused until it is back, or dead."""
     world, loading, storing = world_with_leases()
     engine = world.engine
-    found = emitted(world, lambda: engine.engines.detach(ENGINE_ID))
+    found = events_of(world, lambda: engine.engines.detach(ENGINE_ID))
     assert found[OWNER_DETACHED] == {"owner": str(ENGINE_ID), "num_quarantined_slots": "1"}
     assert leases(world) == {storing.lease_id}
     assert engine.loads.state_of(loading.lease_id) is LeaseState.LOST
     assert engine.inspection.stats().num_quarantined_slots == 1
 
 
-def test_an_engine_that_comes_back_gets_the_stores_that_it_knows_of():
-    """Under its new id; what it has never heard of, or what ended, is lost."""
+def test_an_engine_that_comes_back_keeps_the_stores_that_it_names():
+    """Under its new id; stores that are unknown to kvd, or have ended, are lost."""
     world, loading, storing = world_with_leases()
     engine = world.engine
     engine.engines.detach(ENGINE_ID)
@@ -77,20 +77,20 @@ def test_an_engine_that_comes_back_gets_the_stores_that_it_knows_of():
     assert prepare_load(world, B, TWOS).lookup is Lookup.HIT
 
 
-def test_stores_that_it_does_not_name_are_released():
-    """It has forgotten them: nobody writes there any more."""
+def test_stores_that_a_returning_engine_does_not_name_are_released():
+    """It has forgotten them: no process writes there any more."""
     world, _, storing = world_with_leases()
     engine = world.engine
     engine.engines.detach(ENGINE_ID)
     world.pump()
-    found = emitted(world, lambda: engine.engines.reattach(ENGINE_ID, NEW_ID, ()))
+    found = events_of(world, lambda: engine.engines.reattach(ENGINE_ID, NEW_ID, ()))
     assert found[OWNER_REATTACHED] == {"owner": str(NEW_ID), "num_confirmed": "0", "num_lost": "0"}
     assert storing.lease_id not in leases(world)
     assert engine.inspection.stats().num_quarantined_slots == 0
 
 
-def test_a_queue_is_known_by_its_digest_whole_or_changed():
-    """Equal queues have equal digests, however they came about."""
+def test_equal_queues_have_equal_digests():
+    """However they came about, as a whole or by changes."""
     world, engines = new_world(), new_world().engine.engines
     first = world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, B, C))
     other = engines.replace_queue(ENGINE_ID, queue_of(A))

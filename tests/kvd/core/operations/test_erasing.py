@@ -1,4 +1,4 @@
-"""Erasing a tenant: it is shut out, nothing of it is left or comes back, and others go on."""
+"""Erasing a tenant: its calls are refused, nothing of it is left or returns, others continue."""
 
 import pytest
 
@@ -41,8 +41,8 @@ def drop(world, max_sessions=10):
     return answer
 
 
-def test_a_tenant_is_gone_from_every_tier():
-    """Pinned sessions go, too, and their rows; the other tenant's sessions stay where they are."""
+def test_a_tenant_is_removed_from_every_tier():
+    """Pinned sessions and their rows as well; the other tenant's sessions stay where they are."""
     world = new_world()
     for key in (A, B, OTHER_TENANT):
         store(world, key, [*ONES, len(key.session_id)])
@@ -58,8 +58,11 @@ def test_a_tenant_is_gone_from_every_tier():
     assert load(world, OTHER_TENANT, ONES).end_token == 4
 
 
-def test_others_are_passed_over_in_bounded_steps():
-    """A call looks at so many sessions, however few are the tenant's; all are dropped in time."""
+def test_other_tenants_sessions_are_skipped_in_bounded_steps():
+    """A call examines so many sessions, however few are the tenant's.
+
+    All are dropped in the end.
+    """
     world = new_world(num_slots=4, num_extents=256)
     for number in range(2 * LOOKED_AT):
         store(world, OTHER_TENANT._replace(session_id=str(number)), [number, *ONES[1:]])
@@ -73,8 +76,8 @@ def test_others_are_passed_over_in_bounded_steps():
     assert world.engine.erasing.is_gone()
 
 
-def test_a_tenant_is_shut_out_meanwhile():
-    """Loads, stores and discards are refused, to be tried again; others' are not. Then all are."""
+def test_a_tenants_calls_are_refused_during_the_erasure():
+    """Loads, stores and discards may be retried; others' calls work. Afterwards all do."""
     world = new_world()
     store(world, A, ONES)
     begin(world)
@@ -93,8 +96,8 @@ def test_a_tenant_is_shut_out_meanwhile():
     assert load(world, A, TWOS).end_token == 4
 
 
-def test_a_load_that_is_under_way_is_lost():
-    """Its completion fails, so that what was copied is not trusted, whether it waited or not."""
+def test_an_active_load_is_lost():
+    """Its completion fails, so that the copied rows are not trusted, whether it waited or not."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, OTHER_TENANT, ONES + TWOS)
@@ -112,8 +115,8 @@ def test_a_load_that_is_under_way_is_lost():
     assert world.engine.erasing.is_gone()
 
 
-def test_a_store_that_is_under_way_publishes_nothing():
-    """Its slots stay its engine's until it completes; the session is not stored by it."""
+def test_an_active_store_publishes_nothing():
+    """Its engine keeps the slots until it completes; the session is not stored."""
     world = new_world()
     store(world, A, ONES)
     answer = prepare_store(world, A, ONES + TWOS, from_token=4)
@@ -132,7 +135,7 @@ def test_a_store_that_is_under_way_publishes_nothing():
     assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
-def test_a_write_that_is_under_way_is_waited_for():
+def test_an_active_write_is_waited_for():
     """Until it ends the tenant is not erased: its key may be in use."""
     world = new_world()
     store(world, A, ONES, settle=False)
@@ -146,8 +149,8 @@ def test_a_write_that_is_under_way_is_waited_for():
     assert not world.index.blocks
 
 
-def test_rows_may_be_on_their_way():
-    """What was dropped just before is erased at once: what goes behind its rows comes after it."""
+def test_uncommitted_rows_are_erased():
+    """A session dropped just before is erased at once: later actions follow its rows."""
     world = new_world(default_ttl_ns=10)
     store(world, A, ONES)
     world.now_ns += 20
@@ -161,7 +164,7 @@ def test_rows_may_be_on_their_way():
 
 
 def test_free_memory_is_zeroed():
-    """Also what others have left; used slots stay, and what is wiped is nobody's meanwhile."""
+    """Free slots of others as well; used slots stay, and slots being wiped cannot be granted."""
     world = new_world(num_slots=4)
     for key in (A, OTHER_TENANT):
         store(world, key, ONES)
@@ -170,7 +173,7 @@ def test_free_memory_is_zeroed():
     world.engine.erasing.wipe()
     world.pump()
     assert world.engine.erasing.is_wiping()
-    prepare_load(world, OTHER_TENANT, ONES)  # its slot is not to be had
+    prepare_load(world, OTHER_TENANT, ONES)  # its slot cannot be granted
     assert prepare_store(world, OTHER_TENANT, ONES + TWOS, from_token=4).refused == "wait"
     world.finish_all(WipeSlots)
     assert not world.engine.erasing.is_wiping()
@@ -208,8 +211,8 @@ def test_what_cannot_be_zeroed_is_reported():
     assert not world.engine.erasing.is_wiped()
 
 
-def test_free_memory_is_wiped_some_at_a_time(monkeypatch):
-    """Each slot that was free once, those that are wiped coming behind those that are not."""
+def test_free_memory_is_wiped_in_steps(monkeypatch):
+    """Each slot that was free is wiped once; wiped slots come behind the others."""
     monkeypatch.setattr(erasing, "WIPE_BYTES", 2 * LAYOUT.block_bytes)
     world = new_world(num_slots=6)
     store(world, OTHER_TENANT, ONES)
@@ -226,8 +229,8 @@ def test_free_memory_is_wiped_some_at_a_time(monkeypatch):
     assert world.engine.erasing.is_wiped()
 
 
-def test_one_slot_that_cannot_be_zeroed_is_not_forgotten(monkeypatch):
-    """Though all others can; the next wipe begins anew."""
+def test_a_slot_that_cannot_be_zeroed_is_not_forgotten(monkeypatch):
+    """Even if all others can; the next wipe starts over."""
     monkeypatch.setattr(erasing, "WIPE_BYTES", 1)
     world = new_world(num_slots=3)
     begin(world)
@@ -242,8 +245,8 @@ def test_one_slot_that_cannot_be_zeroed_is_not_forgotten(monkeypatch):
     assert world.engine._state.slots.num_free == 3
 
 
-def test_who_waits_for_room_may_ask_again_when_slots_are_wiped():
-    """They are free again."""
+def test_waiting_stores_are_notified_when_slots_are_wiped():
+    """The slots are free again."""
     world = new_world(num_slots=1)
     begin(world)
     world.engine.erasing.wipe()
@@ -254,8 +257,8 @@ def test_who_waits_for_room_may_ask_again_when_slots_are_wiped():
     assert world.events == [SpaceFreed()]
 
 
-def test_a_lease_of_another_tenant_goes_on():
-    """Loads and stores of others are neither released nor made void."""
+def test_another_tenants_leases_stay_valid():
+    """Its loads and stores are neither released nor voided."""
     world = new_world()
     store(world, OTHER_TENANT, ONES)
     loading = prepare_load(world, OTHER_TENANT, ONES)

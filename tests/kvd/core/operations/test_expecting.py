@@ -1,4 +1,4 @@
-"""What engines expect: sessions that await tools, and those in whose place others go on."""
+"""Hints of engines: sessions that await tools, and sessions that others supersede."""
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.kvd.core.turns import (
     load,
     new_world,
     queue_of,
-    restarted,
+    restart_committed,
     store,
     tiers_of,
     wait,
@@ -38,7 +38,7 @@ WHERE = ("dram", "ssd", "gone")
 
 
 class HeardPolicy(EvictionPolicy):
-    """Tells what it heard of tools."""
+    """Records the hints that it receives."""
 
     name = "heard"
 
@@ -58,7 +58,7 @@ def supersede(world: CacheWorld, key: SessionKey) -> bool:
     return world.engine.expectations.expect(key, (), superseded=True)
 
 
-def expected(world: CacheWorld, key: SessionKey) -> tuple[tuple[str, ...], bool]:
+def expectations_of(world: CacheWorld, key: SessionKey) -> tuple[tuple[str, ...], bool]:
     info = world.engine.inspection.info(key)
     return info.awaited_tools, info.superseded
 
@@ -72,7 +72,7 @@ def returns(world: CacheWorld, kind: str = "returns") -> tuple[int, ...]:
 
 
 def arrive(world: CacheWorld, key: SessionKey, number: int = 1) -> None:
-    """A turn of a session comes to wait, of an engine that is known."""
+    """Let a turn of a session begin to wait, at an attached engine."""
     change = QueueChange([QueuedRequest((0, 0.0, number), key)])
     world.engine.engines.change_queue(ENGINE_ID, change)
 
@@ -81,34 +81,34 @@ def arrive(world: CacheWorld, key: SessionKey, number: int = 1) -> None:
 
 
 def test_a_session_awaits_tools_until_its_turn_arrives():
-    """Operators see which, while it does and in its history."""
+    """Operators see the tools, while it waits and in its history."""
     world = new_world()
     store(world, A, ONES)
     world.now_ns += 7
     assert await_tools(world, A, "bash", "read", "bash")
-    assert expected(world, A) == (("bash", "read"), False)
+    assert expectations_of(world, A) == (("bash", "read"), False)
     assert moves(world, A)[-1] == (MoveKind.AWAITING, "bash, read")
     world.pump()
     told = [event for event in world.events if isinstance(event, Emit)][-1]
     assert (told.name, told.fields) == ("session_awaiting", {"tools": "bash, read"})
     world.engine.engines.change_queue(ENGINE_ID, ALWAYS)
-    assert expected(world, A) == (("bash", "read"), False)
+    assert expectations_of(world, A) == (("bash", "read"), False)
     arrive(world, A)
-    assert expected(world, A) == ((), False)
+    assert expectations_of(world, A) == ((), False)
     assert counter(world, "awaits") == 1
 
 
 @pytest.mark.parametrize("use", [load, store])
-def test_a_use_ends_it_where_no_queue_is_reported(use):
+def test_a_use_ends_the_wait_without_a_queue(use):
     world = new_world()
     store(world, A, ONES)
     await_tools(world, A, "bash")
     use(world, A, ONES + TWOS)
-    assert expected(world, A) == ((), False)
+    assert expectations_of(world, A) == ((), False)
 
 
-def test_a_load_may_be_sooner_than_the_queue_that_reports_its_turn():
-    """They come on ways of their own: the return is counted as that of a session with tools."""
+def test_a_load_may_come_before_its_turn_is_reported():
+    """They arrive in any order: the return is counted as that of a session with tools."""
     world = new_world()
     store(world, A, ONES)
     await_tools(world, A, "bash")
@@ -117,8 +117,8 @@ def test_a_load_may_be_sooner_than_the_queue_that_reports_its_turn():
     assert [counter(world, name) for name in ("returns_dram", "tool_returns_dram")] == [1, 1]
 
 
-def test_the_policy_hears_which_tools_when():
-    """Once each, be the session stored or not; not with an answer that calls none."""
+def test_the_policy_is_told_the_tools_and_when():
+    """Once each, for unstored sessions too; not for an answer that calls no tools."""
     world = CacheWorld(new_world().limits, HeardPolicy)
     store(world, A, ONES)
     world.now_ns += 5
@@ -131,39 +131,39 @@ def test_the_policy_hears_which_tools_when():
     assert moves(world, B) == []
 
 
-def test_a_hint_that_comes_after_the_turn_changes_nothing():
-    """The session is back: what was expected has happened."""
+def test_a_hint_after_the_turn_changes_nothing():
+    """The session is back already."""
     world = new_world()
     for key in (A, B):
         store(world, key, ONES)
         world.engine.engines.replace_queue(ENGINE_ID, queue_of(A, B))
     assert await_tools(world, A, "bash")
     assert supersede(world, B)
-    assert [expected(world, key) for key in (A, B)] == [((), False)] * 2
+    assert [expectations_of(world, key) for key in (A, B)] == [((), False)] * 2
     assert counter(world, "awaits") == counter(world, "supersedes") == 0
 
 
-def test_a_session_that_has_ended_is_expected_no_more():
+def test_an_ended_session_is_not_expected():
     world = new_world()
     store(world, A, ONES)
     world.engine.sessions.end(A)
     assert await_tools(world, A, "bash")
-    assert expected(world, A) == ((), False)
+    assert expectations_of(world, A) == ((), False)
 
 
 @pytest.mark.parametrize(
     "names", [("",), ("a" * 129,), ("two\nlines",), map(str, range(MAX_AWAITED_TOOLS + 1))]
 )
 def test_names_are_bounded(names):
-    """One bad name, or one too many, and nothing of the hint is taken."""
+    """With a bad name, or one too many, the whole hint is refused."""
     world = new_world()
     store(world, A, ONES)
     with pytest.raises(InvalidToolNamesError):
         await_tools(world, A, "good", *names)
-    assert expected(world, A) == ((), False)
+    assert expectations_of(world, A) == ((), False)
 
 
-def test_nothing_is_expected_of_a_tenant_that_is_erased():
+def test_a_tenant_that_is_erased_is_not_expected():
     world = new_world()
     store(world, A, ONES)
     world.engine.erasing.begin(lambda tenant: tenant == "a")
@@ -172,15 +172,15 @@ def test_nothing_is_expected_of_a_tenant_that_is_erased():
     assert not await_tools(world, OTHER_TENANT, "bash")
 
 
-def test_a_restart_forgets_what_was_expected():
+def test_a_restart_forgets_expectations():
     """It costs a place in the order."""
     world = new_world()
     store(world, A, ONES)
     store(world, B, TWOS)
     await_tools(world, A, "bash")
     supersede(world, B)
-    restarted(world)
-    assert [expected(world, key) for key in (A, B)] == [((), False)] * 2
+    restart_committed(world)
+    assert [expectations_of(world, key) for key in (A, B)] == [((), False)] * 2
 
 
 # -------------------------------------------------------------------------------------- superseded
@@ -188,7 +188,7 @@ def test_a_restart_forgets_what_was_expected():
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_superseded_session_goes_first_from_every_tier(policy):
-    """Though it was used last."""
+    """Although it was used last."""
     for bounds, tiers in (
         ({"num_slots": 2}, [["DS"], ["S"], ["DS"]]),
         ({"num_extents": 2}, [["DS"], ["D"], ["DS"]]),
@@ -202,45 +202,45 @@ def test_a_superseded_session_goes_first_from_every_tier(policy):
 
 
 @pytest.mark.parametrize("use", [load, store])
-def test_a_use_ends_it(use):
-    """It is as good as any other, and so it is used, expected, and dropped."""
+def test_a_use_ends_being_superseded(use):
+    """Then it is used, expected, and dropped like any other."""
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     supersede(world, A)
-    assert expected(world, A) == ((), True)
+    assert expectations_of(world, A) == ((), True)
     use(world, A, ONES)
-    assert expected(world, A) == ((), False)
+    assert expectations_of(world, A) == ((), False)
     store(world, B, TWOS)
     supersede(world, B)
     store(world, C, THREES)
     assert [is_stored(world, key) for key in (A, B, C)] == [True, False, True]
 
 
-def test_what_is_superseded_awaits_nothing():
-    """It is said once, however often it is heard."""
+def test_a_superseded_session_awaits_nothing():
+    """It is reported once, however often the hint comes."""
     world = new_world()
     store(world, A, ONES)
     await_tools(world, A, "bash")
     supersede(world, A)
     supersede(world, A)
-    assert expected(world, A) == ((), True)
+    assert expectations_of(world, A) == ((), True)
     assert moves(world, A)[-2:] == [(MoveKind.AWAITING, "bash"), (MoveKind.SUPERSEDED, "")]
     assert counter(world, "supersedes") == 1
     assert not supersede(world, B)
 
 
-def test_a_hint_about_tools_that_comes_after_is_of_an_earlier_turn():
+def test_a_later_hint_about_tools_belongs_to_an_earlier_turn():
     """A superseded session was not used since: its tools belong to a turn before that."""
     world = new_world()
     store(world, A, ONES)
     supersede(world, A)
     assert await_tools(world, A, "bash")
     world.engine.check()
-    assert expected(world, A) == ((), True)
+    assert expectations_of(world, A) == ((), True)
     assert counter(world, "awaits") == 0
 
 
-def test_a_tenants_quota_takes_it_first():
+def test_a_tenants_quota_takes_a_superseded_session_first():
     limits = TenantLimits(quota_bytes=2 * LAYOUT.block_bytes)
     world = new_world(tenant_limits=lambda _: limits)
     store(world, A, ONES)
@@ -250,8 +250,8 @@ def test_a_tenants_quota_takes_it_first():
     assert [is_stored(world, key) for key in (A, B, C)] == [True, False, True]
 
 
-def test_a_retained_one_is_kept_as_its_client_wishes():
-    """Before others that are retained it goes all the same."""
+def test_a_retained_superseded_session_stays_retained():
+    """It goes before others that are retained all the same."""
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     world.engine.retention.retain(A, 10**9)
@@ -267,7 +267,7 @@ def test_a_retained_one_is_kept_as_its_client_wishes():
 # ------------------------------------------------------------------------------ where they were
 
 
-def test_returns_are_counted_by_where_the_session_was():
+def test_returns_are_counted_by_the_sessions_tier():
     """In DRAM if all of it is; each turn once, however often the queue names it."""
     world = world_with_a_on_ssd()
     world.engine.engines.change_queue(ENGINE_ID, ALWAYS)
@@ -281,7 +281,7 @@ def test_returns_are_counted_by_where_the_session_was():
     assert returns(world, "tool_returns") == (0, 0, 0)
 
 
-def test_a_session_that_is_partly_in_dram_is_on_ssd():
+def test_a_session_partly_in_dram_counts_as_on_ssd():
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, THREES + [4] * 4)
@@ -291,8 +291,8 @@ def test_a_session_that_is_partly_in_dram_is_on_ssd():
     assert returns(world) == (0, 1, 0)
 
 
-def test_returns_after_tools_are_counted_apart():
-    """Of sessions that are gone, too, as long as it is known that they were there."""
+def test_returns_after_tools_are_counted_separately():
+    """Dropped sessions count too, as long as they are remembered."""
     world = world_with_a_on_ssd()
     gone = SessionKey("a", A.model, "gone")
     store(world, gone, [7] * 4)
@@ -307,8 +307,8 @@ def test_returns_after_tools_are_counted_apart():
     assert sum(returns(world)) == 3
 
 
-def test_a_session_that_was_asked_for_in_vain_awaits_tools_no_more():
-    """Its turn has come, and gone; what comes later is another one."""
+def test_a_missed_session_does_not_await_tools_any_more():
+    """Its turn has come and gone; a later one is another turn."""
     world = new_world()
     store(world, A, ONES)
     await_tools(world, A, "bash")
@@ -320,8 +320,8 @@ def test_a_session_that_was_asked_for_in_vain_awaits_tools_no_more():
     assert returns(world, "tool_returns") == (0, 0, 0)
 
 
-def test_turns_that_are_there_before_kvd_has_the_queue_are_no_returns():
-    """When they arrived nobody knows."""
+def test_turns_in_the_first_queue_are_no_returns():
+    """Their arrival times are unknown."""
     world = new_world()
     store(world, A, ONES)
     world.engine.engines.replace_queue(ENGINE_ID, queue_of(A))

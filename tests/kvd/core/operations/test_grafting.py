@@ -24,7 +24,7 @@ from tests.kvd.core.turns import (
 from tests.property.cache_world import LAYOUT, CacheWorld, compute, to_bytes
 
 OLD = ONES + TWOS + THREES
-NEW = [1, 1, 1, 1, 7, 7]  # A's first block, then what was edited
+NEW = [1, 1, 1, 1, 7, 7]  # A's first block, then the edited tokens
 
 
 def source(start: int, end: int, key=A, tokens=OLD, lineage: Lineage = WHOLE) -> GraftSource:
@@ -39,7 +39,7 @@ def graft(world, tokens, given: GraftSource, lineage: Lineage = WHOLE, key=B) ->
 
 
 def load(world, key, tokens, lineage) -> list[int]:
-    """Rows of what a context's lineage finds."""
+    """Return the rows that a load with a context's lineage finds."""
     answer = world.engine.loads.prepare(key, to_bytes(tokens), 0, ENGINE_ID, lineage=lineage)
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
@@ -60,8 +60,8 @@ def with_both(**limits) -> CacheWorld:
     return world
 
 
-def test_a_session_goes_on_with_anothers_rows_without_a_copy():
-    """The rows are the other one's own, at places of their own; no slot is taken for them."""
+def test_a_session_continues_with_anothers_rows_without_a_copy():
+    """The rows are the other one's, at new places; no slot is taken for them."""
     world = with_both()
     before = world.engine.inspection.stats().tiers
     given = source(5, 11)
@@ -73,8 +73,8 @@ def test_a_session_goes_on_with_anothers_rows_without_a_copy():
     assert (counter(world, "grafts"), counter(world, "grafted_tokens")) == (1, 6)
 
 
-def test_nobody_else_is_given_what_was_grafted():
-    """Neither the same tokens without the graft, nor a session that was grafted otherwise."""
+def test_grafted_rows_are_found_by_their_session_only():
+    """Neither by equal tokens without the graft, nor by a session with another graft."""
     world = with_both()
     given = source(4, 12)
     graft(world, NEW, given)
@@ -86,7 +86,7 @@ def test_nobody_else_is_given_what_was_grafted():
     assert len(load(world, C, tokens, after)) == len(NEW), "another session: what is before it"
 
 
-def test_what_is_computed_behind_a_graft_is_found_by_its_lineage_only():
+def test_blocks_behind_a_graft_are_found_by_its_lineage_only():
     world = with_both()
     given = source(4, 12)
     graft(world, NEW, given)
@@ -102,7 +102,7 @@ def test_what_is_computed_behind_a_graft_is_found_by_its_lineage_only():
     assert len(load(world, C, tokens, WHOLE)) == 4
 
 
-def test_it_outlives_the_session_it_came_from_and_a_restart():
+def test_a_graft_survives_its_source_and_a_restart():
     """Blocks go with their last user; the entry in the index names them like any other."""
     world = with_both()
     given = source(4, 12)
@@ -117,8 +117,8 @@ def test_it_outlives_the_session_it_came_from_and_a_restart():
     assert load(world, B, tokens, after) == compute([], NEW) + compute([], OLD)[4:12]
 
 
-def test_as_much_is_given_as_is_stored_without_a_gap():
-    """From the first token of the range on; what is not stored is missing."""
+def test_a_graft_gives_the_stored_tokens_up_to_the_first_gap():
+    """From the first token of the range on; the rest is missing."""
     world = new_world()
     store(world, A, OLD[:10])
     store(world, B, NEW)
@@ -129,7 +129,7 @@ def test_as_much_is_given_as_is_stored_without_a_gap():
 
 
 @pytest.mark.parametrize("stored", [NEW[:5], [*NEW[:4], 8, 8], []])
-def test_a_session_that_does_not_have_exactly_its_tokens_stays_as_it_is(stored):
+def test_a_session_with_other_tokens_is_not_changed(stored):
     world = new_world()
     store(world, A, OLD)
     if stored:
@@ -140,8 +140,8 @@ def test_a_session_that_does_not_have_exactly_its_tokens_stays_as_it_is(stored):
     assert not counter(world, "grafts")
 
 
-def test_to_say_it_again_changes_nothing():
-    """A turn was cancelled; its retry says the same."""
+def test_a_repeated_graft_changes_nothing():
+    """A turn was cancelled; its retry repeats the graft."""
     world = with_both()
     given = source(4, 12)
     assert graft(world, NEW, given) == 8
@@ -151,7 +151,7 @@ def test_to_say_it_again_changes_nothing():
     assert counter(world, "grafts") == num_events
 
 
-def test_a_second_graft_follows_what_was_computed_behind_the_first():
+def test_a_second_graft_follows_blocks_computed_behind_the_first():
     world = with_both()
     first = source(4, 8)
     graft(world, NEW, first)
@@ -163,7 +163,7 @@ def test_a_second_graft_follows_what_was_computed_behind_the_first():
     assert load(world, B, tokens + THREES, after) == rows + compute([], OLD)[8:12]
 
 
-def test_a_store_under_way_publishes_nothing_after_a_graft():
+def test_an_active_store_publishes_nothing_after_a_graft():
     world = with_both()
     longer = [*NEW, 9]
     answer = world.engine.stores.prepare(B, to_bytes(longer), 0, ENGINE_ID, lineage=WHOLE)
@@ -188,15 +188,15 @@ def test_a_store_under_way_publishes_nothing_after_a_graft():
         (source(4, 12), []),
     ],
 )
-def test_what_cannot_be_is_refused(given, tokens):
-    """Tenants never mix, whoever asks."""
+def test_invalid_grafts_are_refused(given, tokens):
+    """Tenants never mix."""
     world = with_both()
     with pytest.raises(InvalidRequestError):
         graft(world, tokens, given)
 
 
 @pytest.mark.parametrize("positions", ["coupled", "naive"])
-def test_rows_with_positions_in_them_are_not_given(positions):
+def test_rows_that_depend_on_positions_are_not_given(positions):
     layout = type(LAYOUT)(LAYOUT.model, LAYOUT.layers, LAYOUT.block_tokens, positions)
     world = CacheWorld(Limits(16, 64), layout=layout)
     store(world, A, OLD)
@@ -205,15 +205,15 @@ def test_rows_with_positions_in_them_are_not_given(positions):
         graft(world, NEW, source(4, 12))
 
 
-def test_a_tenant_that_is_being_erased_is_given_nothing():
+def test_a_tenant_that_is_being_erased_gets_no_graft():
     world = with_both()
     world.engine.erasing.begin(lambda tenant: tenant == A.tenant)
     with pytest.raises(ErasingError):
         graft(world, NEW, source(4, 12))
 
 
-def test_a_session_with_a_graft_is_exported_whole():
-    """By its lineage, like one that has discarded something."""
+def test_a_session_with_a_graft_is_exported_completely():
+    """By its lineage, like one with a discard."""
     world = with_both()
     graft(world, NEW, source(4, 12))
     files = world.engine.session_files
@@ -226,7 +226,7 @@ def test_a_session_with_a_graft_is_exported_whole():
     assert rows == compute([], NEW) + compute([], OLD)[4:12]
 
 
-def test_a_later_discard_goes_through_what_was_grafted():
+def test_a_later_discard_applies_to_grafted_tokens():
     world = with_both()
     given = source(4, 12)
     graft(world, NEW, given)
@@ -241,7 +241,7 @@ def test_a_later_discard_goes_through_what_was_grafted():
     assert load(world, A, OLD, WHOLE) == compute([], OLD), "the other session is as it was"
 
 
-def test_operators_see_it():
+def test_operators_see_a_graft():
     world = with_both()
     world.engine.sessions.graft(B, to_bytes(NEW), WHOLE, source(4, 12))
     events = [a for a in world.engine.drain() if isinstance(a, Emit)]

@@ -1,4 +1,4 @@
-"""A session has what of it has come: when, what of, and what ends that."""
+"""A session grows with the parts of an import that have arrived: when, by what, and until when."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from tests.kvd.core.turns import (
     new_world,
     prepare_load,
     prepare_store,
-    restarted,
+    restart_committed,
     store,
 )
 from tests.property.cache_world import CacheWorld, to_bytes
@@ -27,14 +27,14 @@ SOURCE = B._replace(session_id="import")
 
 
 class Import:
-    """One of session B, of which more and more comes."""
+    """An import of session B whose parts arrive one after another."""
 
     def __init__(self, world: CacheWorld, most_tokens: int = 0) -> None:
         self.world = world
         self.growth = Growth(B, SOURCE, WHOLE, most_tokens)
 
     def comes(self, num_tokens: int) -> bool:
-        """Have so much stored; returns whether the session has it then."""
+        """Have so much stored; return whether the session has it then."""
         store(self.world, SOURCE, TOKENS[:num_tokens])
         grown = self.world.engine.growing.grow(self.growth, to_bytes(TOKENS))
         self.world.pump()
@@ -51,8 +51,8 @@ def session(world: CacheWorld) -> Session | None:
     return world.engine._state.sessions.get(B)
 
 
-def test_it_has_what_has_come() -> None:
-    """And says that this is not all, until it is."""
+def test_a_session_has_the_parts_that_have_arrived() -> None:
+    """It is marked as incomplete until all of it has arrived."""
     world = new_world()
     coming = Import(world)
     for num_tokens in (4, 8, 8, 12):
@@ -66,8 +66,8 @@ def test_it_has_what_has_come() -> None:
     assert (session(world).num_tokens, session(world).lost) == (12, "")
 
 
-def test_what_has_come_stays() -> None:
-    """When no more comes; the next kvd knows of it, too, that it is not all."""
+def test_arrived_parts_stay() -> None:
+    """If no more comes; the next kvd knows, too, that the session is incomplete."""
     world = new_world()
     coming = Import(world)
     coming.comes(8)
@@ -75,10 +75,10 @@ def test_what_has_come_stays() -> None:
     world.engine.sessions.flush(SOURCE, dry_run=False)
     assert load(world, B, TOKENS).end_token == 8
     for _ in range(2):
-        restarted(world)
+        restart_committed(world)
         assert (session(world).num_tokens, session(world).lost) == (8, "evicted")
     store(world, B, TOKENS)
-    restarted(world)
+    restart_committed(world)
     assert (session(world).num_tokens, session(world).lost) == (12, "")
 
 
@@ -86,7 +86,7 @@ def test_what_has_come_stays() -> None:
     ("there", "most", "has_grown"),
     [
         (ONES, 4, True),
-        (ONES[:3], 3, True),  # of a block that comes whole
+        (ONES[:3], 3, True),  # of a block that arrives as a whole
         (ONES + TWOS[:1], 5, True),
         (ONES, 3, False),  # it is longer than was looked at
         (ONES + TWOS, 8, False),  # as long
@@ -94,8 +94,8 @@ def test_what_has_come_stays() -> None:
         (TWOS[:1], 1, False),
     ],
 )
-def test_a_part_that_is_here_grows(there: list[int], most: int, has_grown: bool) -> None:
-    """If what comes begins with it, and is more; else it stays as it is."""
+def test_a_stored_prefix_grows(there: list[int], most: int, has_grown: bool) -> None:
+    """If the import begins with it, and is longer; else it stays as it is."""
     world = new_world()
     store(world, B, there)
     before = session(world).spans
@@ -109,8 +109,8 @@ def test_a_part_that_is_here_grows(there: list[int], most: int, has_grown: bool)
     coming.end(is_whole=False)
 
 
-def test_what_a_turn_stores_to_does_not_begin_to_grow() -> None:
-    """It may in a moment; a load is in nobody's way."""
+def test_a_session_with_an_active_store_does_not_grow() -> None:
+    """The store may end at any time; a load is no obstacle."""
     world = new_world()
     store(world, B, ONES)
     coming = Import(world, 4)
@@ -123,8 +123,8 @@ def test_what_a_turn_stores_to_does_not_begin_to_grow() -> None:
 
 
 @pytest.mark.parametrize("change", ["stored", "being stored", "flushed", "ended", "cut"])
-def test_what_changes_meanwhile_is_left(change: str) -> None:
-    """Whatever somebody has made of it; the import hears of it."""
+def test_a_session_that_changes_during_the_import_is_left(change: str) -> None:
+    """Whatever the change was; the import learns of it."""
     world = new_world()
     coming = Import(world)
     coming.comes(8)
@@ -146,8 +146,8 @@ def test_what_changes_meanwhile_is_left(change: str) -> None:
     assert change != "stored" or session(world).lost == ""
 
 
-def test_of_two_imports_one_lets_it_grow() -> None:
-    """The end of the other one says nothing of it."""
+def test_of_two_imports_one_lets_the_session_grow() -> None:
+    """The end of the other one changes nothing."""
     world = new_world()
     one, two = Import(world), Import(world)
     one.comes(4)
@@ -159,8 +159,8 @@ def test_of_two_imports_one_lets_it_grow() -> None:
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_session_for_which_there_is_no_room(is_pinned: bool) -> None:
-    """It does without, or takes the place of what the import stores under its own name."""
+def test_an_import_with_no_room_for_the_session(is_pinned: bool) -> None:
+    """It continues without, or the session takes the place of the import's own blocks."""
     world = new_world(max_sessions=1)
     coming = Import(world)
     store(world, SOURCE, ONES)
@@ -176,8 +176,8 @@ def test_a_session_for_which_there_is_no_room(is_pinned: bool) -> None:
     coming.end(is_whole=False)
 
 
-def test_it_is_over_though_the_session_has_gone() -> None:
-    """Flushed, say, just before the end."""
+def test_an_import_ends_though_its_session_is_gone() -> None:
+    """It was flushed, for example, just before the end."""
     world = new_world()
     coming = Import(world)
     coming.comes(4)
@@ -187,8 +187,8 @@ def test_it_is_over_though_the_session_has_gone() -> None:
     assert not world.engine.growing.is_growing(B)
 
 
-def test_nothing_of_a_tenant_that_is_erased_grows() -> None:
-    """What was dropped of it does not come back."""
+def test_a_session_of_an_erased_tenant_does_not_grow() -> None:
+    """Its dropped blocks do not come back."""
     world = new_world()
     store(world, SOURCE, ONES)
     world.engine.erasing.begin(lambda tenant: tenant == B.tenant)

@@ -1,4 +1,4 @@
-"""Loads: what is found, in which tier, and what happens when reads fail."""
+"""Loads: which tokens they find, in which tier, and what failed reads do."""
 
 import pytest
 
@@ -28,7 +28,7 @@ from tests.kvd.core.turns import (
 from tests.property.cache_world import SHAPE, to_bytes
 
 
-def test_a_hit_covers_what_was_asked_for():
+def test_a_hit_covers_the_requested_range():
     """A load from the middle of a block starts in its middle row."""
     world = new_world()
     store(world, A, [*ONES, 2, 2])
@@ -39,7 +39,7 @@ def test_a_hit_covers_what_was_asked_for():
 
 
 def test_misses_name_their_reason():
-    """Unknown, other tokens, nothing there."""
+    """The session is unknown, has other tokens, or none."""
     world = new_world()
     assert load(world, A, ONES).miss_reason == "unknown_session"
     store(world, A, ONES)
@@ -50,7 +50,7 @@ def test_misses_name_their_reason():
 
 
 def test_a_fork_finds_the_full_blocks_of_its_origin():
-    """A session that was never stored hits through the content chain, and is not created by it."""
+    """A session that was never stored is found along the content chain, and not created by it."""
     world = new_world()
     store(world, A, [*ONES, *TWOS, 3])
     assert load(world, B, [*ONES, *TWOS, 3]).end_token == 8
@@ -58,7 +58,7 @@ def test_a_fork_finds_the_full_blocks_of_its_origin():
 
 
 def test_the_longer_of_own_spans_and_content_chain_wins():
-    """Own spans end early; another session's chain goes on."""
+    """Own spans end early; another session's chain continues."""
     world = new_world()
     store(world, A, [*ONES, 2])
     store(world, B, ONES + TWOS)
@@ -85,7 +85,7 @@ def test_a_load_from_ssd_is_pending_until_read():
 
 
 def test_two_loads_share_a_read():
-    """A second load of a block under way waits for the same read."""
+    """A second load of a block that is being read waits for the same read."""
     world = world_with_a_on_ssd()
     first, second = prepare_load(world, A, ONES), prepare_load(world, A, ONES)
     assert len(world.io) == 1
@@ -94,8 +94,8 @@ def test_two_loads_share_a_read():
         assert world.engine.loads.settle(answer.lease_id).lookup is Lookup.HIT
 
 
-def test_at_a_deadline_what_has_arrived_is_served():
-    """Settling early gives up on the reads under way; they go on for the cache."""
+def test_at_a_deadline_the_arrived_blocks_are_served():
+    """Settling early abandons the active reads; they continue for the cache."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES + TWOS)
     world.finish_io(min(world.io), IoOutcome.OK)
@@ -106,8 +106,8 @@ def test_at_a_deadline_what_has_arrived_is_served():
     assert tiers_of(world, A) == ["DS", "DS"]
 
 
-def test_a_load_larger_than_the_arena_goes_in_parts():
-    """`more` says to come back; what was leased before may then be evicted."""
+def test_a_load_larger_than_the_arena_is_answered_in_parts():
+    """`more` asks to come back; blocks leased before may then be evicted."""
     world = new_world(num_slots=2)
     tokens = ONES + TWOS + THREES
     store(world, A, tokens[:8])
@@ -119,8 +119,8 @@ def test_a_load_larger_than_the_arena_goes_in_parts():
     assert (second.end_token, second.more) == (12, False)
 
 
-def test_no_slot_at_all_is_busy():
-    """When every slot is leased the load is a counted miss, to be asked again on SpaceFreed."""
+def test_a_load_without_any_free_slot_is_busy():
+    """When every slot is leased the load is a counted miss, to be repeated on SpaceFreed."""
     world = world_with_a_on_ssd()
     held = prepare_load(world, B, THREES * 2)
     assert load(world, A, ONES).miss_reason == "busy"
@@ -131,8 +131,8 @@ def test_no_slot_at_all_is_busy():
     assert [type(event).__name__ for event in world.events] == ["SpaceFreed"]
 
 
-def test_a_gone_engine_loses_its_leases():
-    """Loads and stores of a dead engine are released; a waiting servicer is woken."""
+def test_a_lost_engine_loses_its_leases():
+    """Loads and stores of a dead engine are released; a waiting servicer is notified."""
     world = world_with_a_on_ssd(num_slots=3)
     pending = prepare_load(world, A, ONES)
     storing = prepare_store(world, C, [7, 7, 7, 7])
@@ -160,7 +160,7 @@ def test_a_pending_load_is_tracked_until_it_ends():
 
 
 def test_an_engine_may_cancel_a_pending_load():
-    """Completed before its reads are: a miss; the reads serve the cache."""
+    """If it completes before the reads it is a miss; the reads serve the cache."""
     world = world_with_a_on_ssd()
     answer = prepare_load(world, A, ONES)
     assert [info.is_pending for info in world.engine.inspection.leases()] == [True]
@@ -172,8 +172,8 @@ def test_an_engine_may_cancel_a_pending_load():
     assert tiers_of(world, A) == ["DS", "S"]
 
 
-def test_a_load_of_what_is_in_dram_reads_nothing():
-    """It ends at the first block that is on SSD only, and says that there is more."""
+def test_a_load_from_dram_reads_nothing():
+    """It ends at the first block on SSD only, and says that there is more."""
     world = world_with_a_on_ssd()
     load(world, A, ONES)
     assert tiers_of(world, A) == ["DS", "S"]
@@ -186,8 +186,8 @@ def test_a_load_of_what_is_in_dram_reads_nothing():
     assert (whole.end_token, whole.more) == (4, False)
 
 
-def test_a_load_of_what_is_in_dram_misses_what_is_on_ssd():
-    """Even what is behind the missing block would be of no use; nothing stored is another miss."""
+def test_a_load_from_dram_misses_blocks_on_ssd():
+    """Blocks behind the missing one would be useless; an empty session is another miss."""
     world = world_with_a_on_ssd()
     load(world, A, ONES)
     answer = prepare_load(world, A, ONES + TWOS, from_token=4, dram_only=True)
@@ -198,8 +198,8 @@ def test_a_load_of_what_is_in_dram_misses_what_is_on_ssd():
     assert counter(world, "load_misses") == 2
 
 
-def test_what_is_being_read_is_not_in_dram_yet():
-    """Its slot has no bytes to grant, until the read is done."""
+def test_a_block_that_is_being_read_is_not_in_dram_yet():
+    """Its slot has no bytes to grant until the read has ended."""
     world = world_with_a_on_ssd()
     prepare_load(world, A, ONES)
     assert prepare_load(world, A, ONES, dram_only=True).miss_reason == "on_ssd"
@@ -207,7 +207,7 @@ def test_what_is_being_read_is_not_in_dram_yet():
     assert prepare_load(world, A, ONES, dram_only=True).lookup is Lookup.HIT
 
 
-def test_what_is_being_verified_is_in_dram():
+def test_a_block_that_is_being_verified_is_in_dram():
     """It is pending, without a read."""
     world = new_world(verify_on_load=True)
     store(world, A, ONES + TWOS)
@@ -219,7 +219,7 @@ def test_what_is_being_verified_is_in_dram():
 
 
 def test_large_loads_are_read_layer_by_layer():
-    """Only a load that reads more than the bound."""
+    """Only loads that read more than the bound."""
     world = new_world(num_slots=2, layered_read_bytes=5 * 4096)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
@@ -233,8 +233,8 @@ def test_large_loads_are_read_layer_by_layer():
 
 
 @pytest.mark.parametrize("from_token", [-1, 9])
-def test_a_load_from_a_position_that_is_not_there_is_refused(from_token):
-    """It names the position, and holds nothing."""
+def test_a_load_from_a_missing_position_is_refused(from_token):
+    """The error names the position, and no lease is held."""
     world = new_world()
     store(world, A, ONES + TWOS)
     with pytest.raises(InvalidRequestError, match=str(from_token)):
@@ -242,8 +242,8 @@ def test_a_load_from_a_position_that_is_not_there_is_refused(from_token):
     assert not world.engine.inspection.leases()
 
 
-def test_only_what_is_completed_by_another_counts_as_lost():
-    """Its own completion does not, and the other's leaves the lease as it is."""
+def test_only_a_completion_by_another_engine_counts_as_lost():
+    """The owner's completion does not, and another's leaves the lease as it is."""
     world = new_world()
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
@@ -254,8 +254,8 @@ def test_only_what_is_completed_by_another_counts_as_lost():
     assert counter(world, "leases_lost") == 1
 
 
-def test_what_loads_get_is_counted():
-    """Hits and misses, tokens by the tier they came from, and bytes that were read for them."""
+def test_the_results_of_loads_are_counted():
+    """Hits and misses, tokens by their tier, and bytes that were read for them."""
     world = world_with_a_on_ssd(num_slots=3)
     load(world, A, ONES + TWOS)
     load(world, A, ONES + TWOS, from_token=4)
@@ -270,8 +270,8 @@ def test_what_loads_get_is_counted():
     assert counter(world, "read_errors") >= 1
 
 
-def test_a_load_that_hits_says_of_which_lineage_a_session_is():
-    """A start does not know it; a load of all that is stored, and names it, proves it."""
+def test_a_hit_teaches_the_lineage_of_a_session():
+    """A restart forgets it; a load of all stored tokens that names it proves it."""
     world = new_world()
     store(world, A, ONES + TWOS)
     world.start()
@@ -282,8 +282,8 @@ def test_a_load_that_hits_says_of_which_lineage_a_session_is():
     world.quiesce()
 
 
-def test_who_waits_for_room_is_notified_when_a_read_ends():
-    """What was read may be on_evict then, which it could not be before."""
+def test_waiting_stores_are_notified_when_a_read_ends():
+    """Its block may be evicted then, which it could not be before."""
     world = world_with_a_on_ssd(num_slots=1)
     pending = prepare_load(world, B, THREES)
     world.engine.loads.complete(pending.lease_id, ENGINE_ID)
@@ -296,8 +296,8 @@ def test_who_waits_for_room_is_notified_when_a_read_ends():
     assert SpaceFreed() in world.events
 
 
-def test_asking_for_a_session_is_a_use_of_it():
-    """Be it that nothing is found, or that it takes a while to be loaded."""
+def test_a_load_is_a_use_of_its_session():
+    """Even if nothing is found, or the load takes a while."""
     world = new_world()
     store(world, A, ONES)
     for tokens in (TWOS, ONES):

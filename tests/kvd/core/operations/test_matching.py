@@ -1,4 +1,4 @@
-"""How much of a token sequence is stored: by a session's own spans, or along the chain."""
+"""How many tokens of a sequence are stored: in a session's own spans, or along the chain."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def ends(pieces):
     return [piece.end for piece in pieces]
 
 
-def test_a_session_is_matched_as_far_as_its_tokens_are_the_same():
-    """The last span that differs says why it ends there."""
+def test_a_session_matches_up_to_the_first_different_token():
+    """The differing span gives the reason for the end."""
     world = new_world()
     store(world, A, ONES + TWOS)
     found, _ = match(world, A, ONES + TWOS + THREES)
@@ -39,7 +39,7 @@ def test_a_session_is_matched_as_far_as_its_tokens_are_the_same():
 
 
 def test_another_session_s_equal_prefix_is_found_along_the_chain():
-    """Of the same tenant: blocks are known by what they hold."""
+    """Of the same tenant only: blocks are identified by content."""
     world = new_world()
     store(world, A, ONES + TWOS)
     found, _ = match(world, B, ONES + TWOS + THREES)
@@ -47,8 +47,8 @@ def test_another_session_s_equal_prefix_is_found_along_the_chain():
     assert found.miss_reason == "unknown_session"
 
 
-def test_the_longer_of_both_ways_wins():
-    """A session's own beginning, or all of another's."""
+def test_the_longer_of_both_matches_wins():
+    """A session's own beginning, or another's."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     store(world, B, ONES + OTHERS)
@@ -59,7 +59,7 @@ def test_the_longer_of_both_ways_wins():
     assert not match(world, B, ONES)[0].covers(session, session.spans)
 
 
-def test_a_session_with_a_discard_keeps_to_itself_unless_its_lineage_is_named():
+def test_a_session_with_a_discard_shares_nothing_unless_its_lineage_is_named():
     """Equal tokens are another computation after a discard."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
@@ -73,7 +73,7 @@ def test_a_session_with_a_discard_keeps_to_itself_unless_its_lineage_is_named():
     assert all(piece.span.chain == piece.span.block_key for piece in found.pieces), "those of C"
 
 
-def test_a_partial_block_at_the_end_is_stored_anew_if_its_tokens_are_there():
+def test_a_partial_block_at_the_end_is_stored_again_if_its_tokens_are_sent():
     """It is kept where the sequence ends with it, or where its tokens are not sent again."""
     world = new_world()
     store(world, A, [*ONES, 2, 2])
@@ -85,8 +85,8 @@ def test_a_partial_block_at_the_end_is_stored_anew_if_its_tokens_are_there():
     assert kept_pieces(world.engine._state, [], 0, 8, chaining) == []
 
 
-def test_the_rest_is_planned_in_blocks_of_which_some_may_be_there():
-    """The last one is as long as the tokens are; one that another session has is used again."""
+def test_the_rest_is_planned_in_blocks_some_of_which_exist():
+    """The last one has the remaining tokens; a block of another session is shared."""
     world = new_world()
     store(world, A, ONES + TWOS)
     tokens = to_bytes([*ONES, *TWOS, 3, 3])
@@ -106,14 +106,14 @@ def test_the_rest_is_planned_in_blocks_of_which_some_may_be_there():
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 5])
 def test_tokens_are_whole_numbers(num_bytes):
-    """Four bytes each."""
+    """They have four bytes each."""
     assert num_tokens_of(bytes(8)) == 2
     with pytest.raises(InvalidRequestError, match=f"{num_bytes} bytes"):
         num_tokens_of(bytes(num_bytes))
 
 
 @pytest.mark.parametrize("from_token", [-1, 9])
-def test_a_request_begins_in_its_tokens_or_at_their_end(from_token):
+def test_from_token_lies_within_the_tokens_or_at_their_end(from_token):
     """All tokens are sent from the first one on."""
     check_from_token(0, 8)
     check_from_token(8, 8)

@@ -1,4 +1,4 @@
-"""Other limits while the cache is at work: it ends up where a restart with them would."""
+"""New limits while the cache runs: it ends up where a restart with them would."""
 
 import gc
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.property.cache_world import LAYOUT, MODEL, CacheWorld, to_bytes
 
 
 def relimit(world: CacheWorld, **changed) -> None:
-    """Change limits, and let everything come about that follows without time passing."""
+    """Change limits, and process the consequences without letting time pass."""
     world.limits = replace(world.limits, **changed)
     world.engine.set_limits(world.limits)
     world.pump()
@@ -44,8 +44,8 @@ def is_stored(world: CacheWorld, key: SessionKey) -> bool:
     return world.engine.inspection.info(key) is not None
 
 
-def test_a_shorter_ttl_holds_for_sessions_that_are_stored():
-    """Each expires by the new one after its last use; those of a tenant by the tenant's."""
+def test_a_shorter_ttl_applies_to_stored_sessions():
+    """Each expires by the new one after its last use; a tenant's TTL applies to its sessions."""
     world = new_world(default_ttl_ns=None)
     store(world, A, ONES)
     store(world, OTHER_TENANT, ONES)
@@ -59,8 +59,8 @@ def test_a_shorter_ttl_holds_for_sessions_that_are_stored():
     assert world.engine.inspection.info(OTHER_TENANT).expires_at_ns == world.now_ns + 90
 
 
-def test_a_longer_ttl_keeps_what_would_have_gone():
-    """A session whose old TTL has not passed lives on; its own TTL is left alone."""
+def test_a_longer_ttl_keeps_sessions_that_would_have_expired():
+    """A session whose old TTL has not passed stays; a session's own TTL is not changed."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -78,7 +78,7 @@ def test_a_longer_ttl_keeps_what_would_have_gone():
 
 
 def test_many_sessions_are_rescheduled_in_bounded_steps():
-    """However many there are, a call looks at RESCHEDULE_BATCH of them, and the rest follows."""
+    """A call examines RESCHEDULE_BATCH of them, and the rest follows."""
     num_sessions = RESCHEDULE_BATCH + 10
     world = new_world(num_slots=1, num_extents=8)
     store(world, A, ONES)
@@ -94,8 +94,8 @@ def test_many_sessions_are_rescheduled_in_bounded_steps():
     assert world.engine.next_deadline_ns() == world.now_ns + 100
 
 
-def test_fewer_sessions_are_kept_the_coldest_go():
-    """max_sessions holds at once, except for what is pinned; batch by batch."""
+def test_fewer_sessions_keep_the_warmest():
+    """max_sessions applies at once, except to pinned sessions; batch by batch."""
     world = new_world(num_slots=4, num_extents=256, max_sessions=DROP_BATCH * 2)
     keys = [SessionKey("a", MODEL, str(index)) for index in range(DROP_BATCH + 5)]
     for key in keys:
@@ -107,7 +107,7 @@ def test_fewer_sessions_are_kept_the_coldest_go():
     assert [key for key in keys if is_stored(world, key)] == [keys[0], keys[-1]]
 
 
-def test_a_quota_that_begins_counts_what_is_stored():
+def test_a_new_quota_counts_stored_blocks():
     """The tenant's coldest session gives way to its next blocks; others are not touched."""
     world = new_world()
     for key, tokens in ((A, ONES), (B, TWOS), (OTHER_TENANT, ONES)):
@@ -120,8 +120,8 @@ def test_a_quota_that_begins_counts_what_is_stored():
     assert [is_stored(world, key) for key in (A, B, C, OTHER_TENANT)] == [False, True, True, True]
 
 
-def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monkeypatch):
-    """Until all are in order it bounds nobody; those used since are the warmest."""
+def test_a_new_quota_takes_effect_in_bounded_steps(monkeypatch):
+    """It limits nothing until all sessions are sorted; those used since are the warmest."""
     monkeypatch.setattr(reconfiguring, "RESCHEDULE_BATCH", 3)
     world = new_world(num_slots=32)
     keys = [SessionKey("a", MODEL, str(number)) for number in range(8)]
@@ -152,8 +152,8 @@ def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monke
     assert kept == [list("123467"), list("12467"), list("1267"), list("127")]
 
 
-def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch):
-    """Its passes would stop every engine for longer, the more sessions are to be put in order."""
+def test_sessions_that_wait_for_a_quota_are_no_garbage_collector_work(monkeypatch):
+    """Its passes would stop every engine for longer, the more sessions have to be sorted."""
     monkeypatch.setattr(reconfiguring, "RESCHEDULE_BATCH", 64)
     world = new_world(num_slots=256)
     for number in range(150):
@@ -167,7 +167,7 @@ def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch
     assert len(gc.get_objects()) - num_before < 64
 
 
-def test_a_quota_that_begins_keeps_pins_and_ends():
+def test_a_new_quota_respects_pins_and_ends():
     """An ended session goes first, a soft-pinned one last, a hard-pinned one never."""
     world = new_world()
     keys = [SessionKey("a", MODEL, name) for name in ("hard", "soft", "idle", "ended")]
@@ -185,8 +185,8 @@ def test_a_quota_that_begins_keeps_pins_and_ends():
     assert kept == [["hard", "soft", "idle"], ["hard", "soft"], ["hard", "soft"]]
 
 
-def test_a_quota_that_ends_bounds_nobody():
-    """What a store was refused before, it gets."""
+def test_a_quota_that_ends_limits_nothing():
+    """A store that was refused before is granted."""
     one = TenantLimits(quota_bytes=LAYOUT.block_bytes)
     world = new_world(tenant_limits=lambda _: one)
     assert store(world, A, ONES + TWOS).refused == "quota"
@@ -195,7 +195,7 @@ def test_a_quota_that_ends_bounds_nobody():
 
 
 @pytest.mark.parametrize("before", [Admission.ON_EVICT, Admission.WRITE_BACK])
-def test_write_through_writes_what_was_left_to_rest(before):
+def test_write_through_writes_waiting_blocks(before):
     """Blocks that waited for an eviction, or for their session to rest, are written at once."""
     world = new_world(admission=before, write_back_delay_ns=10**9)
     store(world, A, ONES)
@@ -207,14 +207,14 @@ def test_write_through_writes_what_was_left_to_rest(before):
 
 
 def test_a_shorter_rest_writes_back_sooner():
-    """write_back_after holds for blocks that rest already."""
+    """write_back_after applies to blocks that rest already."""
     world = new_world(admission=Admission.WRITE_BACK, write_back_delay_ns=10**9)
     store(world, A, ONES)
     relimit(world, write_back_delay_ns=50)
     assert world.engine.next_deadline_ns() == world.now_ns + 50
 
 
-def test_a_higher_watermark_is_kept_at_once():
+def test_a_higher_watermark_takes_effect_at_once():
     """Clean blocks go until so many slots are free."""
     world = new_world(num_slots=10)
     for token in range(10):
@@ -224,8 +224,8 @@ def test_a_higher_watermark_is_kept_at_once():
     assert world.engine.inspection.stats().tiers[0].num_blocks == 7
 
 
-def test_fewer_leases_bound_the_next_ones():
-    """Those that are held go on."""
+def test_fewer_leases_apply_to_new_ones():
+    """Existing leases continue."""
     world = new_world()
     store(world, A, ONES)
     leases = [prepare_load(world, A, ONES) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Retained prefixes: what sessions begin with is kept by itself, as a session of its own."""
+"""Retained prefixes: common beginnings are kept as sessions of their own."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_a_prefix_is_a_session_of_the_same_blocks():
 
 
 def test_a_prefix_goes_with_its_retention():
-    """The longest of all wishes holds from each use on; then it is dropped, others stay."""
+    """The longest requested time counts from each use; then it is dropped, others stay."""
     world = new_world()
     use(world, (A, ONES + TWOS))
     assert retain_prefix(world, ONES, 100) == 100
@@ -71,8 +71,8 @@ def test_a_prefix_goes_with_its_retention():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_no_prefix_is_made_where_none_may_be():
-    """Where no wish counts, and of a tenant that is being erased."""
+def test_no_prefix_is_made_where_retention_is_refused():
+    """Where no retention is granted, and for a tenant that is being erased."""
     world = new_world(max_retention_ns=0)
     use(world, (A, ONES))
     assert (retain_prefix(world, ONES, 100), is_stored(world, PREFIX)) == (0, False)
@@ -82,7 +82,7 @@ def test_no_prefix_is_made_where_none_may_be():
         retain_prefix(world, ONES, 100)
 
 
-def test_a_prefix_is_no_longer_than_bounds_and_ttls():
+def test_a_prefix_is_kept_no_longer_than_bounds_and_ttls():
     """Whatever was granted before."""
     world = new_world(max_retention_ns=100, default_ttl_ns=80)
     use(world, (A, ONES))
@@ -92,8 +92,8 @@ def test_a_prefix_is_no_longer_than_bounds_and_ttls():
     assert world.engine.inspection.info(PREFIX).ttl_ns == 30
 
 
-def test_of_a_prefix_all_is_stored_or_there_is_none():
-    """Nor is there one of tokens that are no whole blocks, or of too many sessions."""
+def test_a_prefix_is_stored_completely_or_not_at_all():
+    """There is none of tokens that are no whole blocks, or of too many sessions."""
     world = new_world(max_sessions=1)
     use(world, (A, ONES))
     assert retain_prefix(world, ONES + TWOS, 100) == 0
@@ -104,7 +104,7 @@ def test_of_a_prefix_all_is_stored_or_there_is_none():
     assert not is_stored(world, PREFIX)
 
 
-def test_what_discards_have_left_is_no_prefix():
+def test_a_truncated_beginning_is_no_prefix():
     """Its KV is not that of these tokens alone."""
     world = new_world()
     use(world, (A, ONES + TWOS))

@@ -1,4 +1,4 @@
-"""Retention: what clients want to be kept goes last, for as long as they want, within bounds."""
+"""Retention: sessions that clients want to keep go last, within bounds, for a time."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from tests.kvd.core.turns import (
     counter,
     load,
     new_world,
-    restarted,
+    restart_committed,
     store,
     tiers_of,
     wait,
@@ -47,7 +47,7 @@ def num_retained(world: CacheWorld) -> int:
 
 
 def use(world: CacheWorld, *pairs: tuple[SessionKey, list[int]]) -> None:
-    """Store sessions, one at a time."""
+    """Store sessions one after another."""
     for key, tokens in pairs:
         world.now_ns += 1
         store(world, key, tokens)
@@ -58,7 +58,7 @@ def use(world: CacheWorld, *pairs: tuple[SessionKey, list[int]]) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_on_ssd_a_retained_session_goes_after_the_others(policy):
-    """Though it is the coldest one; when all are retained, the usual order holds."""
+    """Even if it is the coldest; when all are retained, the usual order applies."""
     world = new_world(num_extents=2, policy=policy)
     use(world, (A, ONES), (B, TWOS))
     assert retain(world, A, 1000) == 1000
@@ -72,8 +72,8 @@ def test_on_ssd_a_retained_session_goes_after_the_others(policy):
     assert [tiers_of(world, key) for key in (A, C, D)] == [["D"], ["DS"], ["DS"]]
 
 
-def test_blocks_that_ssd_had_refused_are_written_once_their_session_is_retained():
-    """The wish comes after the turn's stores, of which SSD was full for others."""
+def test_blocks_that_ssd_refused_are_written_once_their_session_is_retained():
+    """The request comes after the turn's stores, when SSD was full of other sessions."""
     world = new_world(num_extents=2)
     use(world, (A, ONES + TWOS))
     retain(world, A, 1000)
@@ -84,8 +84,8 @@ def test_blocks_that_ssd_had_refused_are_written_once_their_session_is_retained(
     assert (tiers_of(world, B), tiers_of(world, A)) == (["DS"], ["DS", "D"])
 
 
-def test_in_dram_it_gives_way_as_others_do_if_ssd_has_it():
-    """A session that idles for long is not to hold DRAM against those in use."""
+def test_in_dram_it_gives_way_as_others_do_if_it_is_on_ssd():
+    """A session that is idle for long must not keep DRAM from active ones."""
     world = new_world(num_slots=2)
     use(world, (A, ONES))
     retain(world, A, 1000)
@@ -94,7 +94,7 @@ def test_in_dram_it_gives_way_as_others_do_if_ssd_has_it():
 
 
 def test_in_dram_it_goes_last_where_there_is_no_ssd():
-    """What is evicted there is gone."""
+    """Blocks evicted there are lost."""
     world = new_world(num_slots=2, num_extents=0)
     use(world, (A, ONES))
     retain(world, A, 1000)
@@ -106,7 +106,7 @@ def test_in_dram_it_goes_last_where_there_is_no_ssd():
 
 
 def test_a_tenants_quota_takes_others_first():
-    """Its own sessions that are not retained; then those that are."""
+    """The tenant's sessions that are not retained go first; then those that are."""
     limits = TenantLimits(quota_bytes=2 * LAYOUT.block_bytes)
     world = new_world(tenant_limits=lambda _: limits)
     use(world, (A, ONES))
@@ -118,8 +118,8 @@ def test_a_tenants_quota_takes_others_first():
     assert [is_stored(world, key) for key in (A, C, D)] == [False, True, True]
 
 
-def test_what_is_pinned_goes_after_what_is_retained():
-    """An operator knows better than a client."""
+def test_a_pinned_session_goes_after_a_retained_one():
+    """An operator's decision has precedence over a client's."""
     world = new_world(num_slots=2, num_extents=0)
     use(world, (A, ONES), (B, TWOS))
     world.engine.sessions.pin(A, Pin.SOFT)
@@ -132,8 +132,8 @@ def test_what_is_pinned_goes_after_what_is_retained():
     assert [is_stored(world, key) for key in (A, B, C)] == [True, True, False], "still retained"
 
 
-def test_a_hard_pinned_session_is_retained_once_it_is_pinned_no_more():
-    """Until then it is in no order of eviction."""
+def test_a_hard_pinned_session_is_retained_once_it_is_unpinned():
+    """Until then it has no rank."""
     world = new_world(num_slots=2, num_extents=0)
     use(world, (A, ONES))
     world.engine.sessions.pin(A, Pin.HARD)
@@ -154,18 +154,16 @@ STEPS = st.lists(
 )
 
 
-def kept_on(world: CacheWorld, tier: str) -> dict[SessionKey, int]:
-    """How many blocks each session has in a tier."""
+def num_blocks_in(world: CacheWorld, tier: str) -> dict[SessionKey, int]:
+    """Return how many blocks each session has in a tier."""
     stored = [key for key in SESSIONS if is_stored(world, key)]
     return {key: sum(tier in each for each in tiers_of(world, key)) for key in stored}
 
 
 @settings(deadline=None, max_examples=examples(150))
 @given(STEPS, st.sampled_from(sorted(POLICIES)), st.booleans(), st.sampled_from(Admission))
-def test_nothing_retained_goes_for_good_while_there_is_something_else(
-    steps, policy, has_ssd, admission
-):
-    """Under every policy: from the tier that lasts, whatever happens to the other sessions."""
+def test_retained_blocks_are_lost_only_when_no_others_are_left(steps, policy, has_ssd, admission):
+    """Under every policy: in the last tier, whatever happens to the other sessions."""
     world = new_world(
         num_slots=16 if has_ssd else 4,
         num_extents=4 if has_ssd else 0,
@@ -174,7 +172,7 @@ def test_nothing_retained_goes_for_good_while_there_is_something_else(
     )
     tier = "S" if has_ssd else "D"
     for what, number, size in steps:
-        key, before = SESSIONS[number], kept_on(world, tier)
+        key, before = SESSIONS[number], num_blocks_in(world, tier)
         retained = {k for k in before if world.engine.inspection.info(k).retain_ns is not None}
         if what == "store":
             use(world, (key, [number * 10 + block for block in range(size) for _ in range(4)]))
@@ -187,7 +185,7 @@ def test_nothing_retained_goes_for_good_while_there_is_something_else(
         else:
             retain(world, key, 100 if what == "retain" else 0)
         world.quiesce()
-        after = kept_on(world, tier)
+        after = num_blocks_in(world, tier)
         spared = [k for k, num in after.items() if num and k not in (*retained, key)]
         for lost in (k for k in retained - {key} if after.get(k, 0) < before[k]):
             is_still = is_stored(world, lost) and world.engine.inspection.info(lost).retain_ns
@@ -197,8 +195,8 @@ def test_nothing_retained_goes_for_good_while_there_is_something_else(
 # ---------------------------------------------------------------------------------------- its times
 
 
-def test_a_retention_lasts_from_the_last_use_on():
-    """A use begins it anew; then it is over for good, and that is no use."""
+def test_a_retention_lasts_from_the_last_use():
+    """A use restarts it; its end is final, and is no use."""
     world = new_world(num_extents=2)
     use(world, (A, ONES))
     retain(world, A, 100)
@@ -232,8 +230,8 @@ def test_after_a_retention_a_quotas_order_is_by_last_use_again():
     assert gone == [[False, True, True], [False, False, True]]
 
 
-def test_a_later_wish_takes_the_place_of_an_earlier_one():
-    """Longer, shorter, none; and what ends is retained no more."""
+def test_a_later_retention_replaces_an_earlier_one():
+    """Longer, shorter or none; after its end the session is not retained."""
     world = new_world()
     use(world, (A, ONES))
     for wish_ns in (100, 1000, 10, 0, 50):
@@ -264,8 +262,8 @@ def test_many_retentions_end_in_batches():
     assert num_retained(world) == 0
 
 
-def test_what_cannot_be_retained():
-    """What is not stored is not; a time is not negative; of a tenant that is erased nothing is."""
+def test_invalid_retentions():
+    """An unstored session, a negative time, and a tenant that is erased get none."""
     world = new_world()
     assert retain(world, A, 100) == 0
     with pytest.raises(InvalidRequestError):
@@ -278,8 +276,8 @@ def test_what_cannot_be_retained():
 # ------------------------------------------------------------------------------------------- bounds
 
 
-def test_an_operator_bounds_what_clients_wish():
-    """All of them, and one tenant; a TTL that is shorter bounds it, too, and holds."""
+def test_an_operator_bounds_retention():
+    """For all clients or for one tenant; a shorter TTL bounds it as well, and applies."""
     limits = {"other": TenantLimits(max_retention_ns=500)}
     world = new_world(
         max_retention_ns=100, tenant_limits=lambda name: limits.get(name, TenantLimits())
@@ -296,16 +294,16 @@ def test_an_operator_bounds_what_clients_wish():
     assert retain(world, OTHER_TENANT, 1000) == 500
 
 
-def test_where_no_wish_counts_nothing_is_retained():
-    """They are counted, and change nothing."""
+def test_without_retention_requests_are_only_counted():
+    """They change nothing."""
     world = new_world(max_retention_ns=0)
     use(world, (A, ONES))
     assert (retain(world, A, 100), num_retained(world)) == (0, 0)
     assert counter(world, "retentions_cut") == 1
 
 
-def test_other_bounds_hold_for_what_is_retained_already():
-    """It is cut to them; a bound that is raised again gives nothing back."""
+def test_new_bounds_apply_to_retained_sessions():
+    """Retentions are cut to them; a bound that is raised again restores nothing."""
     world = new_world()
     use(world, (A, ONES), (B, TWOS))
     retain(world, A, 1000)
@@ -319,8 +317,8 @@ def test_other_bounds_hold_for_what_is_retained_already():
     assert num_retained(world) == 0
 
 
-def test_a_quota_that_begins_finds_what_is_retained():
-    """Its sessions are put in the order they would be in, had it always been there."""
+def test_a_new_quota_finds_retained_sessions():
+    """They have the order that they would have, had the quota always existed."""
     world = new_world()
     use(world, (A, ONES), (B, TWOS), (C, THREES))
     retain(world, A, 1000)
@@ -336,7 +334,10 @@ def test_a_quota_that_begins_finds_what_is_retained():
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("has_quota", [True, False])
 def test_a_retention_survives_a_restart(policy, has_quota):
-    """With its time, in the orders of SSD and of a quota; what ended meanwhile is no longer."""
+    """With its time, in the orders of SSD and of a quota.
+
+    Retentions that ended meanwhile do not.
+    """
     limits = TenantLimits(quota_bytes=4 * LAYOUT.block_bytes if has_quota else None)
     world = new_world(
         num_slots=4,
@@ -349,7 +350,7 @@ def test_a_retention_survives_a_restart(policy, has_quota):
     retain(world, C, 10)
     world.quiesce()
     world.now_ns += 100
-    restarted(world)
+    restart_committed(world)
     infos = [world.engine.inspection.info(key) for key in (A, C)]
     assert [info.retain_ns for info in infos] == [1000, None]
     assert num_retained(world) == 1

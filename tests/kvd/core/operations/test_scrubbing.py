@@ -1,4 +1,4 @@
-"""Scrubs: what they find, what they mend, and that they hold nothing up."""
+"""Scrubs: what they find and repair, and that they delay nothing."""
 
 import pytest
 
@@ -28,7 +28,7 @@ ALL = 1 << 40
 
 
 def scrub(world: CacheWorld, *, repair: bool = False, max_bytes: int = ALL) -> ScrubReport:
-    """Scrub everything, with all that follows from it."""
+    """Scrub everything, with all consequences."""
     scrub_id = world.engine.scrubs.begin(repair=repair)
     while True:
         step = world.engine.scrubs.step(scrub_id, max_bytes)
@@ -54,7 +54,7 @@ def extent_of(world: CacheWorld) -> int:
 
 
 def test_a_good_cache_is_checked_in_both_tiers():
-    """Each copy once, whole blocks in DRAM, what they occupy on SSD."""
+    """Each copy once: whole blocks in DRAM, their sectors on SSD."""
     world = new_world()
     store(world, A, [*ONES, 2])
     store(world, B, THREES, settle=False)
@@ -65,7 +65,7 @@ def test_a_good_cache_is_checked_in_both_tiers():
 
 
 def test_packed_sessions_are_checked_too():
-    """Blocks that are only packed bytes have an extent all the same; a corrupt one is found."""
+    """Packed sessions have extents as well; a corrupt one is found."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
@@ -77,7 +77,7 @@ def test_packed_sessions_are_checked_too():
 
 
 def test_the_caller_sets_the_pace():
-    """No more is under way than asked for; an operation at least, so that it comes to an end."""
+    """No more operations are active than it asks for; at least one, so that the scrub ends."""
     world = new_world()
     store(world, A, ONES + TWOS)
     scrub_id = world.engine.scrubs.begin(repair=False)
@@ -90,8 +90,8 @@ def test_the_caller_sets_the_pace():
     world.quiesce()
 
 
-def test_one_scrub_at_a_time():
-    """A second one is refused; one that is over cannot be gone on with; it says what it found."""
+def test_only_one_scrub_runs_at_a_time():
+    """A second one is refused; an ended one cannot be continued; it reports its findings."""
     world = world_with_one_block()
     scrub_id = world.engine.scrubs.begin(repair=False)
     with pytest.raises(ScrubError, match="already running"):
@@ -117,7 +117,7 @@ def test_a_corrupt_copy_in_dram_is_read_again():
 
 
 def test_a_corrupt_block_in_dram_only_is_lost():
-    """Its session is cut there, and the miss says why."""
+    """Its session is cut there, and the miss has the reason."""
     world = new_world(num_extents=0)
     store(world, A, ONES + TWOS)
     world.damage_slot(world.engine.inspection.describe(A).blocks[1].slot_id)
@@ -126,8 +126,8 @@ def test_a_corrupt_block_in_dram_only_is_lost():
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
 
 
-def test_a_reader_of_a_corrupt_copy_may_not_complete():
-    """What it copied must not be trusted."""
+def test_a_reader_of_a_corrupt_copy_cannot_complete():
+    """Its copied rows must not be trusted."""
     world = world_with_one_block()
     answer = prepare_load(world, A, ONES)
     world.damage_slot(slot_of(world))
@@ -136,8 +136,8 @@ def test_a_reader_of_a_corrupt_copy_may_not_complete():
         world.engine.loads.complete(answer.lease_id, ENGINE_ID)
 
 
-def test_a_block_that_only_its_reader_wants_goes_with_it():
-    """Its session has gone on without it; the reader is all it had."""
+def test_a_block_that_only_a_reader_uses_is_dropped_with_it():
+    """Its session has continued without it; the reader was its last user."""
     world = world_with_one_block(num_extents=0)
     answer = prepare_load(world, A, ONES)
     store(world, A, TWOS)
@@ -147,8 +147,8 @@ def test_a_block_that_only_its_reader_wants_goes_with_it():
     assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
-def test_a_corrupt_copy_that_is_being_written_is_lost_at_once():
-    """The write finds nobody; its extent is free again."""
+def test_a_corrupt_copy_that_is_being_written_is_dropped_at_once():
+    """The write ends without a block; its extent is free again."""
     world = new_world()
     store(world, A, ONES, settle=False)
     world.damage_slot(slot_of(world))
@@ -157,8 +157,8 @@ def test_a_corrupt_copy_that_is_being_written_is_lost_at_once():
     assert [tier.used_bytes for tier in world.engine.inspection.stats().tiers] == [0, 0]
 
 
-def test_without_repair_a_corrupt_extent_is_counted_only():
-    """The next read of it will say so to its session."""
+def test_without_repair_a_corrupt_extent_is_only_counted():
+    """The next read of it reports it to its session."""
     world = world_with_one_block()
     world.damage_extent(extent_of(world))
     report = scrub(world)
@@ -167,7 +167,7 @@ def test_without_repair_a_corrupt_extent_is_counted_only():
 
 
 def test_repair_writes_a_good_copy_again():
-    """The copy in DRAM is verified first, then takes the place of the bad one."""
+    """The copy in DRAM is verified first, then replaces the bad one."""
     world = world_with_one_block()
     world.damage_extent(extent_of(world))
     report = scrub(world, repair=True)
@@ -178,7 +178,7 @@ def test_repair_writes_a_good_copy_again():
     assert counter(world, "blocks_corrupt_ssd") == 1
 
 
-def test_repair_cuts_what_has_no_good_copy():
+def test_repair_cuts_sessions_without_a_good_copy():
     """Both copies are bad, or the only one is."""
     world = world_with_one_block()
     slot_id = slot_of(world)
@@ -195,8 +195,8 @@ def test_repair_cuts_what_has_no_good_copy():
     assert world.engine.inspection.info(A) is None
 
 
-def test_what_moved_meanwhile_says_nothing():
-    """A slot or extent given to another block is not that block's corruption."""
+def test_a_block_that_moved_during_the_scrub_is_not_judged():
+    """A slot or extent that now has another block is not that block's corruption."""
     world = new_world(num_slots=1, num_extents=1)
     store(world, A, ONES)
     scrub_id = world.engine.scrubs.begin(repair=True)
@@ -214,7 +214,7 @@ def test_what_moved_meanwhile_says_nothing():
 
 
 def test_an_io_error_is_not_corruption():
-    """It is counted as an error, and nothing is dropped."""
+    """It is counted as an error, and no block is dropped."""
     world = world_with_one_block()
     scrub_id = world.engine.scrubs.begin(repair=True)
     world.engine.scrubs.step(scrub_id, ALL)
@@ -226,8 +226,8 @@ def test_an_io_error_is_not_corruption():
     assert tiers_of(world, A) == ["DS"]
 
 
-def test_a_block_under_verification_for_a_load_is_left_to_it():
-    """The load takes the consequences, once."""
+def test_a_block_that_a_load_verifies_is_left_to_it():
+    """The load handles the result, once."""
     world = world_with_one_block(verify_on_load=True)
     scrub_id = world.engine.scrubs.begin(repair=True)
     world.engine.scrubs.step(scrub_id, ALL)
@@ -246,7 +246,7 @@ def test_a_block_under_verification_for_a_load_is_left_to_it():
 
 
 def test_blocks_that_come_and_go_during_a_scrub():
-    """The walk goes on over whatever there is when it comes to it."""
+    """The scrub checks the blocks that exist when it reaches them."""
     world = new_world(num_slots=4)
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
@@ -267,8 +267,8 @@ def test_blocks_that_come_and_go_during_a_scrub():
     assert world.io_of(HashSlot)
 
 
-def test_a_session_unpacked_during_its_scrub_is_checked_whole():
-    """What was packed bytes a moment ago are blocks now; none is left out."""
+def test_a_session_unpacked_during_its_scrub_is_checked_completely():
+    """Its packed bytes have become blocks; none is left out."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
@@ -285,7 +285,7 @@ def test_a_session_unpacked_during_its_scrub_is_checked_whole():
 
 
 def test_a_session_that_is_unpacked_meanwhile_is_checked():
-    """Its blocks were not known when the walk began, and are packed no more when it gets there."""
+    """Its blocks were unknown when the scrub began, and are not packed any more when it arrives."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)
@@ -299,8 +299,8 @@ def test_a_session_that_is_unpacked_meanwhile_is_checked():
     assert step.report.ssd_blocks == 4
 
 
-def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
-    """Its outcomes come, and mean nothing; the next scrub checks everything anew."""
+def test_operations_of_an_ended_scrub_do_not_count_for_another():
+    """Their outcomes are ignored; the next scrub checks everything again."""
     world = world_with_one_block()
     first = world.engine.scrubs.begin(repair=False)
     world.engine.scrubs.step(first, ALL)
@@ -322,7 +322,7 @@ def test_what_is_under_way_when_a_scrub_ends_counts_for_no_other():
     assert (step.done, step.report.dram_blocks, step.report.ssd_blocks) == (True, 1, 1)
 
 
-def test_nobody_waits_for_a_scrub():
+def test_a_scrub_delays_no_load():
     """Its reads of DRAM give way to those that loads wait for."""
     world = world_with_one_block()
     world.engine.scrubs.step(world.engine.scrubs.begin(repair=False), ALL)

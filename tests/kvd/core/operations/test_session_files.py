@@ -1,4 +1,4 @@
-"""Exports: all rows of a session, a few blocks at a time, each proven; it stays as it was."""
+"""Exports: all rows of a session, a few blocks at a time, each verified; it does not change."""
 
 import struct
 
@@ -17,12 +17,12 @@ from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, new_world, store, tiers_of
 from tests.property.cache_world import compute, to_bytes
 
-OPERATOR = 7  # holds the leases, as an engine would
+OPERATOR = 7  # the engine that holds the leases
 TOKENS = [*ONES, *TWOS, 3, 3]
 
 
 def idle_world(**limits):
-    """A is on SSD only, and packed; B has the arena."""
+    """Make a world where A is on SSD only, and packed; B has the arena."""
     world = new_world(num_slots=3, **limits)
     store(world, A, TOKENS)
     store(world, B, [7] * 12)
@@ -30,7 +30,7 @@ def idle_world(**limits):
 
 
 def lease(world, export, max_spans=1):
-    """Lease the next spans, and have them there; a miss, or a hit that is settled."""
+    """Lease the next spans and read them; return a miss, or a settled hit."""
     answer = world.engine.session_files.prepare_export(export, max_spans, OPERATOR)
     world.pump()
     if answer.lookup is Lookup.PENDING:
@@ -40,7 +40,7 @@ def lease(world, export, max_spans=1):
 
 
 def take(world, export, max_spans=1):
-    """Export the next spans; returns their tokens and rows."""
+    """Export the next spans; return their tokens and rows."""
     answer = lease(world, export, max_spans)
     tokens, rows = [], []
     for part in world.engine.session_files.confirm_export(export, answer.lease_id):
@@ -56,8 +56,8 @@ def begin(world):
 
 
 @pytest.mark.parametrize("max_spans", [1, 2, 9])
-def test_all_rows_are_given_out_in_order(max_spans):
-    """Whatever the step, from SSD or DRAM, the last block in part."""
+def test_all_rows_are_exported_in_order(max_spans):
+    """With any step, from SSD or DRAM; the last block is partial."""
     world = idle_world()
     export = begin(world)
     tokens, rows = [], []
@@ -69,15 +69,15 @@ def test_all_rows_are_given_out_in_order(max_spans):
     assert (export.num_tokens, export.lineage) == (len(TOKENS), WHOLE)
 
 
-def test_spans_are_at_their_places_in_the_session():
-    """Also those of a later step."""
+def test_spans_have_their_places_in_the_session():
+    """Those of a later step, too."""
     world = idle_world()
     export = begin(world)
     take(world, export)
     assert [span.token_offset for span in lease(world, export, 9).spans] == [4, 8]
 
 
-def test_an_export_is_no_use():
+def test_an_export_does_not_count_as_a_use():
     """Neither the session's age nor the counts of loads change."""
     world = idle_world()
     before = world.engine.inspection.info(A).last_access_ns
@@ -88,8 +88,8 @@ def test_an_export_is_no_use():
     assert counter(world, "load_hits") == 0
 
 
-def test_what_a_discard_left_is_given_out_with_its_lineage():
-    """The rows are those of what was computed before it."""
+def test_a_truncated_session_is_exported_with_its_lineage():
+    """The rows are those computed before the discard."""
     world = idle_world()
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 6)])
     world.pump()
@@ -99,8 +99,8 @@ def test_what_a_discard_left_is_given_out_with_its_lineage():
     assert export.is_done
 
 
-def test_a_lineage_that_is_not_known_ends_the_export():
-    """A kvd that has started since knows the rows, not what they follow from."""
+def test_an_unknown_lineage_ends_the_export():
+    """A restarted kvd knows the rows, but not the lineage."""
     world = idle_world()
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(4, 6)])
     world.pump()
@@ -113,8 +113,8 @@ def test_a_lineage_that_is_not_known_ends_the_export():
         world.engine.session_files.confirm_export(export, answer.lease_id)
 
 
-def test_memory_is_verified_before_it_is_given_out():
-    """What is wrong in DRAM comes from SSD; a file would keep it for years."""
+def test_memory_is_verified_before_it_is_exported():
+    """Wrong bytes in DRAM are replaced from SSD; a file would keep them for years."""
     world = new_world()
     store(world, A, TOKENS)
     world.damage_slot(world.engine.inspection.describe(A).blocks[1].slot_id)
@@ -122,8 +122,8 @@ def test_memory_is_verified_before_it_is_given_out():
     assert counter(world, "blocks_corrupt_dram") == 1
 
 
-def test_a_session_that_changes_meanwhile_is_refused():
-    """So is one that is gone, or was not there."""
+def test_a_session_that_changes_during_its_export_is_refused():
+    """As is one that is gone, or never existed."""
     world = new_world()
     store(world, A, TOKENS)
     export = begin(world)
@@ -140,8 +140,8 @@ def test_a_session_that_changes_meanwhile_is_refused():
         begin(world)
 
 
-def test_rows_that_turn_out_corrupt_are_not_given_out():
-    """The lease is lost before anything is written to a file."""
+def test_corrupt_rows_are_not_exported():
+    """The lease is lost before any byte is written to a file."""
     world = new_world(num_extents=0)
     store(world, A, ONES)
     world.damage_slot(world.engine.inspection.describe(A).blocks[0].slot_id)
@@ -153,7 +153,7 @@ def test_rows_that_turn_out_corrupt_are_not_given_out():
 
 
 def test_a_tenant_that_is_erased_is_neither_exported_nor_imported():
-    """Not even what was begun before."""
+    """Nor are exports and imports that have begun."""
     world = new_world()
     store(world, A, ONES)
     files, export = world.engine.session_files, begin(world)
@@ -168,7 +168,7 @@ def test_a_tenant_that_is_erased_is_neither_exported_nor_imported():
             call()
 
 
-def test_an_import_is_a_store_of_what_no_turn_has_computed():
+def test_an_import_stores_a_session_without_a_turn():
     """It is found like any other session, under its lineage."""
     world = new_world()
     world.now_ns += 5

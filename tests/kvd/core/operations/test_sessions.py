@@ -34,8 +34,8 @@ def expire(world, elapsed_ns: int) -> None:
     world.pump()
 
 
-def test_sessions_that_are_gone_leave_every_clock():
-    """Long before their TTL, their write-back or their compaction would have been due."""
+def test_dropped_sessions_leave_every_clock():
+    """Long before their TTL, write-back or compaction would have been due."""
     world = new_world(
         default_ttl_ns=10**9, admission=Admission.WRITE_BACK, write_back_delay_ns=10**9
     )
@@ -50,7 +50,7 @@ def test_sessions_that_are_gone_leave_every_clock():
 
 
 def test_a_session_expires_after_its_last_use():
-    """A use moves the deadline on; without one the session goes."""
+    """A use moves the deadline; without one the session is dropped."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     assert world.engine.next_deadline_ns() == world.now_ns + 100
@@ -76,7 +76,7 @@ def test_a_session_has_its_own_ttl():
 
 
 def test_sessions_in_use_do_not_expire():
-    """Leased, queued and pinned sessions are looked at again later."""
+    """Leased, queued and pinned sessions are checked again later."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     lease = prepare_load(world, A, ONES)
@@ -106,8 +106,8 @@ def test_many_sessions_expire_in_batches():
     assert world.engine.inspection.stats().num_sessions == 0
 
 
-def test_a_deadline_of_a_session_that_is_gone_means_nothing():
-    """The TTL clock may remember flushed sessions; it does no harm."""
+def test_a_deadline_of_a_dropped_session_has_no_effect():
+    """The TTL clock may still have flushed sessions."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     world.engine.sessions.flush(A, dry_run=False)
@@ -115,8 +115,8 @@ def test_a_deadline_of_a_session_that_is_gone_means_nothing():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_a_flush_frees_what_nobody_else_uses():
-    """The dry run says what the flush then does; shared blocks are not counted."""
+def test_a_flush_frees_blocks_without_other_users():
+    """The dry run reports what the flush then does; shared blocks are not counted."""
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, ONES)
@@ -130,7 +130,7 @@ def test_a_flush_frees_what_nobody_else_uses():
 
 
 def test_a_flush_of_all_skips_leased_sessions():
-    """What is in use stays, and is named."""
+    """Sessions in use stay, and are named."""
     world = new_world()
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -141,7 +141,7 @@ def test_a_flush_of_all_skips_leased_sessions():
 
 
 def test_unknown_sessions_are_refused():
-    """Naming a session that is not stored is an error with a remedy, except for engines."""
+    """A session that is not stored is an error with a remedy, except for engines."""
     world = new_world()
     for call in (
         lambda: world.engine.sessions.pin(A, Pin.SOFT),
@@ -156,8 +156,8 @@ def test_unknown_sessions_are_refused():
     assert world.engine.sessions.discard(A, b"", []) == 0
 
 
-def test_the_nearest_ttl_holds():
-    """A session's own TTL goes before its tenant's, which goes before the default."""
+def test_the_most_specific_ttl_applies():
+    """A session's own TTL has precedence over its tenant's, and that over the default."""
     tenants = {"a": TenantLimits(ttl_ns=50), "other": TenantLimits(ttl_ns=TTL_NEVER_NS)}
     world = new_world(default_ttl_ns=100, tenant_limits=lambda t: tenants.get(t, TenantLimits()))
     third = A._replace(tenant="third")
@@ -174,7 +174,7 @@ def test_the_nearest_ttl_holds():
 
 @pytest.mark.parametrize("pin", [Pin.SOFT, Pin.HARD])
 def test_a_pin_of_either_kind_stops_the_clock(pin):
-    """Ending it counts as a use; changing its kind does not."""
+    """Its end counts as a use; a change of its kind does not."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     world.engine.sessions.pin(A, pin)
@@ -190,7 +190,7 @@ def test_a_pin_of_either_kind_stops_the_clock(pin):
 
 
 def test_pins_are_counted():
-    """By kind, and no longer than the session is stored."""
+    """By kind, while the session is stored."""
     world = new_world()
     for key, pin in ((A, Pin.SOFT), (B, Pin.HARD)):
         store(world, key, ONES)
@@ -202,8 +202,8 @@ def test_pins_are_counted():
     assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
 
 
-def test_chosen_sessions_are_flushed_bit_by_bit():
-    """Of those named the ones that are still meant go; leased ones are reported, and stay."""
+def test_chosen_sessions_are_flushed_in_steps():
+    """Those that still match are flushed; leased ones are reported, and stay."""
     world = new_world()
     keys = [A._replace(session_id=str(number)) for number in range(4)]
     for key in keys:
@@ -222,8 +222,8 @@ def test_chosen_sessions_are_flushed_bit_by_bit():
     assert world.engine.inspection.keys() == [keys[0]]
 
 
-def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
-    """As much as at once: blocks that sessions of two bits share count with the last, once."""
+def test_the_effect_of_a_flush_is_summed_up_in_steps():
+    """As much as in one step: blocks shared by sessions of two steps count once, with the last."""
     world = new_world()
     keys = [A._replace(session_id=str(number)) for number in range(4)]
     for number, key in enumerate(keys):
@@ -236,8 +236,8 @@ def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
     assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
 
 
-def test_what_becomes_of_a_session_is_told():
-    """To whoever follows the events: how much is stored, and why it went."""
+def test_events_report_what_becomes_of_a_session():
+    """How much is stored, and why it was dropped."""
     world = new_world()
     store(world, A, ONES + TWOS)
     world.engine.sessions.flush(A, dry_run=False)
@@ -249,8 +249,8 @@ def test_what_becomes_of_a_session_is_told():
     ]
 
 
-def test_what_goes_is_counted():
-    """Each session once, by why it went."""
+def test_dropped_sessions_are_counted():
+    """Each once, by the reason."""
     world = new_world(default_ttl_ns=100)
     for key in (A, B, OTHER_TENANT):
         store(world, key, ONES)
@@ -263,8 +263,8 @@ def test_what_goes_is_counted():
 
 
 @pytest.mark.parametrize("default_ttl_ns", [None, 1000])
-def test_a_ttl_that_is_set_is_looked_at_in_time(default_ttl_ns):
-    """Though the session was to be looked at later, or never."""
+def test_a_new_ttl_is_checked_in_time(default_ttl_ns):
+    """Even if the session's next check was later, or never."""
     world = new_world(default_ttl_ns=default_ttl_ns)
     store(world, A, ONES)
     world.engine.sessions.set_ttl(A, 1)
@@ -273,8 +273,8 @@ def test_a_ttl_that_is_set_is_looked_at_in_time(default_ttl_ns):
     assert world.engine.inspection.info(A) is None
 
 
-def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
-    """Its row says so, and operators see it; a use says that it has come back."""
+def test_an_ended_session_is_counted_once_it_is_stored():
+    """Its row says so, and operators see it; a use ends the state."""
     world = new_world()
     store(world, A, ONES)
     assert world.engine.sessions.end(A)
@@ -288,8 +288,8 @@ def test_an_ended_session_is_counted_as_ended_once_it_is_stored():
     assert not world.index.sessions[A].ended
 
 
-def test_the_end_of_a_session_that_is_not_stored_is_told():
-    """It may be stored elsewhere, from where it is to go, too."""
+def test_the_end_of_an_unstored_session_is_reported():
+    """It may be stored elsewhere, where it has to be removed, too."""
     world = new_world()
     world.pump()
     world.events.clear()
@@ -298,8 +298,8 @@ def test_the_end_of_a_session_that_is_not_stored_is_told():
     assert [(e.name, e.key) for e in world.events if isinstance(e, Emit)] == [(SESSION_ENDED, A)]
 
 
-def test_a_session_that_was_cut_says_why():
-    """Until it is stored again: what others have of it may be more than what is here."""
+def test_a_cut_session_has_the_reason():
+    """Until it is stored again: other servers may have more of it."""
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES + TWOS)
     assert world.engine.inspection.info(A).lost == ""
@@ -311,8 +311,8 @@ def test_a_session_that_was_cut_says_why():
     assert world.engine.inspection.info(A).lost == ""
 
 
-def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():
-    """And the last again once it is used."""
+def test_an_ended_session_goes_first_for_its_tenants_quota():
+    """And last again once it is used."""
     quota = TenantLimits(quota_bytes=1 << 30)
     world = new_world(tenant_limits=lambda _: quota)
     store(world, A, ONES)
@@ -325,8 +325,8 @@ def test_an_ended_session_is_the_first_to_go_for_its_tenants_quota():
     assert list(order) == [A, B]
 
 
-def test_a_soft_pin_after_a_hard_one_comes_back_to_its_tenants_order():
-    """Behind all that are not pinned; while it is hard-pinned, it is not there."""
+def test_a_soft_pin_after_a_hard_one_restores_the_tenants_order():
+    """It comes behind all that are not pinned; hard-pinned sessions are not in the order."""
     quota = TenantLimits(quota_bytes=1 << 30)
     world = new_world(tenant_limits=lambda _: quota)
     store(world, A, ONES)

@@ -1,4 +1,4 @@
-"""What befalls states as it befalls all blocks: quotas, scrubs, erasing, files, retention, SSD."""
+"""States have the same life as blocks: quotas, scrubs, erasing, files, retention, SSD."""
 
 import struct
 
@@ -27,18 +27,18 @@ TOKENS = list(range(1, 23))  # five blocks of 4, and half of one
 OPERATOR = 7
 
 
-def _limited(num_blocks):
-    """A world in which a tenant may have so many blocks."""
+def _make_limited(num_blocks):
+    """Make a world in which a tenant may have so many blocks."""
     quota = TenantLimits(quota_bytes=num_blocks * STATE_LAYOUT.block_bytes)
     return state_world(tenant_limits=lambda _: quota)
 
 
-def test_parts_count_for_a_quota():
-    """States for which it has no room are left out; where it has, older sessions give way."""
-    world = _limited(7)
+def test_state_parts_count_for_a_quota():
+    """States without room in it are left out; otherwise older sessions give way."""
+    world = _make_limited(7)
     answer = store_with(world, A, TOKENS[:16], [8, 16])
     assert (len(answer.blocks), answer.states) == (4, ())
-    world = _limited(8)
+    world = _make_limited(8)
     store_with(world, A, TOKENS[:8], [8])
     usage = next(iter(world.engine.inspection.tenants))
     assert usage.used_bytes == 4 * STATE_LAYOUT.block_bytes
@@ -48,7 +48,7 @@ def test_parts_count_for_a_quota():
 
 
 def test_a_scrub_finds_a_corrupt_part_in_either_tier():
-    """Its state goes, from all sessions that have it; the tokens stay."""
+    """Its state is dropped from all sessions that have it; the tokens stay."""
     world = state_world(num_slots=12)
     store_with(world, A, TOKENS[:9], [5, 9])
     store_with(world, B, TOKENS[:9], [])
@@ -81,7 +81,7 @@ def test_an_erased_tenant_leaves_no_state():
 
 
 def test_a_retained_prefix_has_the_states_of_its_tokens():
-    """So that what conversations begin with is of use when all of them are gone."""
+    """So common beginnings are useful after all their conversations are gone."""
     world = state_world(max_retention_ns=1_000_000)
     store_with(world, A, TOKENS, [6, 8, 22])
     prefix = A._replace(session_id="prefix")
@@ -115,8 +115,8 @@ def test_a_pinned_session_keeps_its_states():
     assert positions_of(world, A) == [4, 8]
 
 
-def test_what_operators_see():
-    """States by position, with their bytes and tiers; blocks are those of tokens."""
+def test_operators_see_states():
+    """By position, with their bytes and tiers; the blocks shown are those of tokens."""
     world = state_world()
     store_with(world, A, TOKENS, [6, 22])
     store_with(world, B, TOKENS[:8], [])
@@ -137,7 +137,7 @@ def test_what_operators_see():
     assert (counter(world, "store_states"), counter(world, "load_states")) == (2, 0)
 
 
-def test_the_bytes_of_a_store_that_is_not_asked_for_again_are_given_back():
+def test_the_slots_of_a_store_that_turns_out_superfluous_are_freed():
     """Two sessions with the same state pay once; the last one frees it."""
     world = state_world()
     store_with(world, A, TOKENS[:8], [8])
@@ -155,14 +155,14 @@ def test_the_bytes_of_a_store_that_is_not_asked_for_again_are_given_back():
 # ------------------------------------------------------------------------------------------- files
 
 
-def _exported(world):
-    """All tokens, their rows, and the state: of the newest position."""
+def _export(world):
+    """Export a session: all tokens, their rows, and the newest state."""
     files = world.engine.session_files
     export = files.begin_export(A)
     tokens, rows = [], []
     while not export.is_done:
         answer = files.prepare_export(export, 2, OPERATOR)
-        answer = _settled(world, answer)
+        answer = _settle(world, answer)
         for part in files.confirm_export(export, answer.lease_id):
             rows += world.slots[part.slot_id][part.start : part.start + part.num_tokens]
             tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
@@ -171,7 +171,7 @@ def _exported(world):
     return export, tokens, rows
 
 
-def _settled(world, answer):
+def _settle(world, answer):
     world.pump()
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
@@ -181,20 +181,20 @@ def _settled(world, answer):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_an_export_has_the_newest_state(is_packed):
-    """Behind the tokens, part by part; the session stays as it was."""
+    """Behind the tokens, part by part; the session does not change."""
     world = state_world()
     store_with(world, A, TOKENS, [6, 13, 20])
     if is_packed:
         world.engine.release_dram()
         world.pump()
         world.quiesce()
-    export, tokens, rows = _exported(world)
+    export, tokens, rows = _export(world)
     assert (tokens, rows) == (TOKENS, compute([], TOKENS))
     assert export.position == 20
     parts = []
     while export.next_part < len(export.parts):
         answer = world.engine.session_files.prepare_export_parts(export, 1, OPERATOR)
-        answer = _settled(world, answer)
+        answer = _settle(world, answer)
         slot_ids = world.engine.session_files.confirm_export_parts(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
@@ -206,7 +206,7 @@ def test_an_export_has_the_newest_state(is_packed):
 def test_a_state_that_has_left_the_session_is_not_exported():
     world = state_world()
     store_with(world, A, TOKENS, [20])
-    export, _, _ = _exported(world)
+    export, _, _ = _export(world)
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(10, 12)])
     world.pump()
     with pytest.raises(SessionChangedError):
@@ -263,7 +263,7 @@ def _of_no_session(state):
         (_of_no_session, "parts are found"),
     ],
 )
-def test_what_is_broken_is_noticed(break_it, message):
+def test_every_violated_invariant_is_detected(break_it, message):
     world = state_world()
     store_with(world, A, TOKENS[:8], [8])
     break_it(world.engine._state)

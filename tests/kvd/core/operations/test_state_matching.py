@@ -40,8 +40,8 @@ def test_tokens_without_a_state_are_a_miss():
     assert load_with(world, A, TOKENS).answer.miss_reason == "no_state"
 
 
-def test_a_state_within_a_block_is_found_where_the_block_goes_on_with_other_tokens():
-    """As when reasoning is dropped: a turn diverges in the middle of a block."""
+def test_a_state_within_a_block_is_found_where_the_block_continues_differently():
+    """For example when reasoning is dropped: a turn diverges in the middle of a block."""
     world = state_world()
     store_with(world, A, TOKENS, [10, 22])
     other = [*TOKENS[:10], 90, 91, 92, 93]
@@ -85,7 +85,7 @@ def test_the_first_the_newest_two_and_shared_ones_stay():
     assert positions_of(world, A) == [3, 18, 20]
 
 
-def test_what_would_be_superseded_at_once_is_not_asked_for():
+def test_a_state_that_would_be_superseded_at_once_is_not_stored():
     answer = prepare_with(state_world(num_slots=40), A, TOKENS, [4, 8, 12, 16, 20])
     assert [state.position for state in answer.states] == [4, 16, 20]
 
@@ -130,7 +130,7 @@ def test_two_stores_of_the_same_state():
     assert load_with(world, B, TOKENS).end == 22
 
 
-def test_positions_that_cannot_be():
+def test_invalid_positions():
     for positions in ([0], [23]):
         with pytest.raises(InvalidRequestError, match="but 22 tokens were sent"):
             prepare_with(state_world(), A, TOKENS, positions)
@@ -138,8 +138,8 @@ def test_positions_that_cannot_be():
         new_world().engine.stores.prepare(A, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[4])
 
 
-def test_an_arena_that_cannot_hold_all_at_once():
-    """Tokens come without the state, and then what is left with it."""
+def test_an_arena_that_cannot_hold_everything_at_once():
+    """The tokens are loaded without the state, and then the rest with it."""
     world = state_world(num_slots=5)
     store_with(world, A, TOKENS[:12], [])
     store_with(world, A, TOKENS[:20], [20], 12)
@@ -153,7 +153,7 @@ def test_an_arena_that_cannot_hold_all_at_once():
     assert not last.answer.more
 
 
-def test_dram_only_ends_at_the_last_state_that_is_there():
+def test_dram_only_ends_at_the_last_state_in_dram():
     world = state_world(num_slots=12)
     store_with(world, A, TOKENS[:9], [5, 9])
     session = world.engine._state.sessions[A]
@@ -167,7 +167,7 @@ def test_dram_only_ends_at_the_last_state_that_is_there():
     assert load_with(world, A, TOKENS[:9]).end == 9, "it is read"
 
 
-def test_a_state_with_a_corrupt_part_is_gone_and_the_tokens_stay():
+def test_a_state_with_a_corrupt_part_is_dropped_and_the_tokens_stay():
     world = state_world(num_slots=8)
     store_with(world, A, TOKENS[:9], [5, 9])
     store_with(world, B, [60 + n for n in range(32)], [])
@@ -223,7 +223,7 @@ def test_states_survive_a_restart(keep_dram):
     assert load_with(world, B, [*TOKENS[:6], 80]).end == 7
 
 
-def test_a_state_that_was_not_written_costs_no_tokens():
+def test_an_unwritten_state_costs_no_tokens():
     world = state_world()
     store_with(world, A, TOKENS, [6, 13, 22])
     world.quiesce()
@@ -249,7 +249,7 @@ def test_packed_sessions_give_their_states():
     assert load_with(world, B, TOKENS).end == 22
 
 
-def test_a_session_takes_over_states_that_another_one_has_packed():
+def test_a_session_adopts_states_that_another_one_has_packed():
     world = state_world(packs_sessions=True)
     store_with(world, A, TOKENS[:9], [6, 9])
     world.engine.release_dram()
@@ -262,12 +262,12 @@ def test_a_session_takes_over_states_that_another_one_has_packed():
 
 
 def _torn(spans):
-    """Without the first part of its second state."""
+    """Return its entry without the first part of its second state."""
     return [*spans[:-2], spans[-1]]
 
 
-def _swapped(spans):
-    """The parts of its two states in each other's places."""
+def _swap(spans):
+    """Return its entry with the parts of its two states exchanged."""
     parts = [index for index, span in enumerate(spans) if not span.num_tokens]
     first, second = parts[:2], parts[2:]
     moved = dict(zip(parts, [*second, *first], strict=True))
@@ -275,11 +275,11 @@ def _swapped(spans):
 
 
 def _twice(spans):
-    """Its second state twice."""
+    """Return its entry with its second state twice."""
     return [*spans, *spans[-2:]]
 
 
-@pytest.mark.parametrize(("damage", "positions"), [(_torn, [5]), (_swapped, []), (_twice, [5, 9])])
+@pytest.mark.parametrize(("damage", "positions"), [(_torn, [5]), (_swap, []), (_twice, [5, 9])])
 def test_a_damaged_entry_costs_states_and_no_tokens(damage, positions):
     world = state_world()
     store_with(world, A, TOKENS[:9], [5, 9])
@@ -293,8 +293,8 @@ def test_a_damaged_entry_costs_states_and_no_tokens(damage, positions):
     assert load_with(world, A, TOKENS[:9]).end == max(positions, default=0)
 
 
-def test_a_fork_from_a_session_whose_blocks_are_not_cut_at_full_ones():
-    """Its first block is short; a fork goes on from the state in its second."""
+def test_a_fork_from_a_session_with_a_short_block():
+    """Its first block is short; a fork continues from the state in its second."""
     world = state_world(num_slots=40)
     store_with(world, A, TOKENS[:2], [])
     store_with(world, A, TOKENS[:15], [11], 2)

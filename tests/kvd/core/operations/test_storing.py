@@ -1,4 +1,4 @@
-"""Stores: what is asked for, what becomes visible, what is shared, what is refused."""
+"""Stores: which slots they get, what becomes visible, what is shared, what is refused."""
 
 import pytest
 
@@ -27,7 +27,7 @@ from tests.property.cache_world import to_bytes
 
 
 def test_blocks_become_visible_at_completion():
-    """Before complete_store nobody finds the blocks; after it they are a hit."""
+    """Before complete_store no load finds the blocks; after it they are a hit."""
     world = new_world()
     answer = prepare_store(world, A, ONES + TWOS)
     assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(0, 4), (4, 4)]
@@ -67,7 +67,7 @@ def test_a_partial_tail_the_engine_cannot_write_again_stays():
 
 
 def test_an_equal_prefix_is_shared_and_not_written_again():
-    """A second session with the same first blocks is asked only for what differs."""
+    """A second session with the same first blocks stores only the rest."""
     world = new_world()
     store(world, A, ONES + TWOS)
     answer = store(world, B, ONES + THREES)
@@ -75,8 +75,8 @@ def test_an_equal_prefix_is_shared_and_not_written_again():
     assert world.engine.inspection.info(B).shared_blocks == 1
 
 
-def test_a_session_adopts_what_is_stored_already():
-    """When everything is stored there is no lease, and the session has it at once."""
+def test_a_session_adopts_existing_blocks():
+    """When every block exists there is no lease, and the session has them at once."""
     world = new_world()
     store(world, A, ONES)
     answer = store(world, B, ONES)
@@ -92,7 +92,7 @@ def test_tenants_share_nothing():
 
 
 def test_two_sessions_commit_the_same_block():
-    """Whoever completes second drops its own slot and uses the first one's block."""
+    """The one that completes second frees its own slot and uses the first one's block."""
     world = new_world()
     first, second = prepare_store(world, A, ONES), prepare_store(world, B, ONES)
     assert len(first.blocks) == len(second.blocks) == 1
@@ -103,7 +103,7 @@ def test_two_sessions_commit_the_same_block():
 
 
 def test_other_tokens_truncate_the_session():
-    """A regenerated turn replaces what followed the common prefix."""
+    """A regenerated turn replaces the tokens behind the common prefix."""
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, A, ONES + THREES + ONES)
@@ -111,16 +111,16 @@ def test_other_tokens_truncate_the_session():
     assert world.engine.inspection.info(A).num_tokens == 12
 
 
-def test_a_shorter_store_keeps_what_is_longer():
-    """Storing a prefix of what is stored changes nothing."""
+def test_a_shorter_store_keeps_the_longer_session():
+    """Storing a prefix of the stored tokens changes nothing."""
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, A, ONES)
     assert world.engine.inspection.info(A).num_tokens == 8
 
 
-def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
-    """A store of a prefix, or one that names none, says nothing of the tokens behind."""
+def test_a_session_has_the_lineage_of_its_last_tokens():
+    """A store of a prefix, or one that names no lineage, says nothing of later tokens."""
     world = new_world()
     after = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
     kept = [*ONES, 2, 2]
@@ -140,8 +140,8 @@ def test_an_empty_store_creates_no_session():
     assert world.engine.inspection.info(A) is None
 
 
-def test_a_gap_is_refused_with_what_is_stored():
-    """from_token beyond the stored prefix cannot be stored; the answer says how much is."""
+def test_a_gap_is_refused_with_the_stored_length():
+    """from_token beyond the stored prefix cannot be stored; the answer has the prefix's length."""
     world = new_world()
     store(world, A, ONES)
     answer = prepare_store(world, A, ONES + TWOS + THREES, from_token=8)
@@ -149,8 +149,8 @@ def test_a_gap_is_refused_with_what_is_stored():
 
 
 @pytest.mark.parametrize("num_stored", [4, 6], ids=["whole block", "partial block"])
-def test_a_gap_of_one_token_is_one(num_stored):
-    """KV of the token between is nowhere: what follows it must not be taken for what is stored."""
+def test_a_gap_of_one_token_is_refused_too(num_stored):
+    """The token's KV is nowhere: later tokens must not be taken for those stored."""
     world = new_world()
     tokens = [*ONES, *TWOS, *THREES]
     store(world, A, tokens[:num_stored])
@@ -160,8 +160,8 @@ def test_a_gap_of_one_token_is_one(num_stored):
     assert (answer.refused, answer.end_token) == ("", 12)
 
 
-def test_a_store_larger_than_the_arena_goes_in_parts():
-    """What slots can be had for is granted; `more` asks to come back."""
+def test_a_store_larger_than_the_arena_is_granted_in_parts():
+    """As many blocks as have slots are granted; `more` asks to come back."""
     world = new_world(num_slots=2)
     answer = store(world, A, ONES + TWOS + THREES)
     assert (answer.end_token, answer.more) == (8, True)
@@ -170,7 +170,7 @@ def test_a_store_larger_than_the_arena_goes_in_parts():
 
 
 def test_a_full_arena_makes_stores_wait_for_writes():
-    """While writes make blocks clean the answer is "wait"; SpaceFreed says when to ask again."""
+    """While writes make blocks clean the answer is "wait"; SpaceFreed says when to repeat it."""
     world = new_world(num_slots=1)
     store(world, A, ONES, settle=False)
     assert prepare_store(world, B, TWOS).refused == "wait"
@@ -180,8 +180,8 @@ def test_a_full_arena_makes_stores_wait_for_writes():
     assert prepare_store(world, B, TWOS).refused == ""
 
 
-def test_stores_that_wait_do_not_wake_each_other():
-    """A store that is answered "wait" frees nothing: it wakes nobody, though it holds its base."""
+def test_waiting_stores_do_not_notify_each_other():
+    """A store that is answered "wait" frees nothing, though it holds its base."""
     world = new_world(num_slots=1)
     store(world, B, ONES)
     store(world, A, THREES, settle=False)
@@ -191,8 +191,8 @@ def test_stores_that_wait_do_not_wake_each_other():
     assert not [event for event in world.events if isinstance(event, SpaceFreed)]
 
 
-def test_no_space_when_waiting_cannot_help():
-    """With everything pinned and no SSD there is nothing to wait for."""
+def test_no_space_is_the_answer_when_waiting_cannot_help():
+    """Everything is pinned and there is no SSD."""
     world = new_world(num_slots=1, num_extents=0)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -201,7 +201,7 @@ def test_no_space_when_waiting_cannot_help():
 
 
 def test_existing_blocks_beyond_the_slots_are_released():
-    """A planned chunk that exists already is held only as far as slots reach before it."""
+    """A planned block that exists already is held only as far as slots reach before it."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS)
     answer = prepare_store(world, A, ONES + TWOS + THREES + ONES)
@@ -209,8 +209,8 @@ def test_existing_blocks_beyond_the_slots_are_released():
     complete_store(world, answer)
 
 
-def test_a_base_found_corrupt_loses_what_was_built_on_it():
-    """If a block the lease builds on turns out corrupt, the new blocks are not published."""
+def test_a_corrupt_base_voids_the_blocks_built_on_it():
+    """The new blocks are not published."""
     world = new_world(num_slots=3)
     store(world, A, ONES)
     store(world, B, TWOS + THREES + TWOS)  # pushes A's block to SSD
@@ -222,8 +222,8 @@ def test_a_base_found_corrupt_loses_what_was_built_on_it():
     assert load(world, A, ONES + TWOS).lookup is Lookup.MISS
 
 
-def test_what_is_behind_a_corrupt_base_is_let_go():
-    """Its other blocks are of no session any more, and take no room."""
+def test_blocks_behind_a_corrupt_base_are_dropped():
+    """Its other blocks are used by no session any more, and take no room."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 3)  # pushes A's blocks to SSD
@@ -238,7 +238,7 @@ def test_what_is_behind_a_corrupt_base_is_let_go():
 
 
 def test_the_bound_on_sessions_drops_the_coldest():
-    """A new session beyond max_sessions takes the place of the least recently used one."""
+    """A new session beyond max_sessions replaces the least recently used one."""
     world = new_world(max_sessions=2)
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         store(world, key, tokens)
@@ -246,8 +246,8 @@ def test_the_bound_on_sessions_drops_the_coldest():
     assert world.engine.inspection.info(C).num_tokens == 4
 
 
-def test_no_session_beyond_the_bound_when_none_can_go():
-    """If every session is pinned or queued, a new one is not stored."""
+def test_no_session_is_stored_beyond_the_bound_when_none_can_go():
+    """Every session is pinned or queued."""
     world = new_world(max_sessions=1)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -265,7 +265,7 @@ def test_bad_requests_are_refused():
 
 
 def test_leases_are_bounded_and_belong_to_their_engine():
-    """The bound raises; another engine's completion is a lost lease, counted."""
+    """The bound is an error; another engine's completion is a lost lease, counted."""
     world = new_world(max_leases=1)
     answer = prepare_store(world, A, ONES)
     with pytest.raises(TooManyLeasesError):
@@ -277,8 +277,8 @@ def test_leases_are_bounded_and_belong_to_their_engine():
     assert counter(world, "leases_lost") == 1
 
 
-def test_a_store_that_ends_wakes_who_waits():
-    """Also one that failed: its slots are free again."""
+def test_the_end_of_a_store_notifies_waiting_ones():
+    """A failed one, too: its slots are free again."""
     world = new_world(num_slots=1, num_extents=0)
     answer = prepare_store(world, A, ONES)
     assert prepare_store(world, B, TWOS).refused == "wait"
@@ -290,8 +290,8 @@ def test_a_store_that_ends_wakes_who_waits():
     assert world.events == [SpaceFreed()], "nobody waits any more"
 
 
-def test_how_much_a_store_asks_for_is_known_on_average():
-    """Blocks that it gets slots for, of the last stores most."""
+def test_the_mean_size_of_a_store_is_known():
+    """In granted blocks, with more weight on the last stores."""
     world = new_world()
     mean = 0.0
     for key, tokens in ((A, ONES + TWOS), (B, ONES + THREES), (C, TWOS * 3)):
@@ -301,7 +301,7 @@ def test_how_much_a_store_asks_for_is_known_on_average():
     assert mean > 0
 
 
-def test_of_what_is_not_stored_every_token_is_a_gap():
+def test_a_single_unstored_token_is_a_gap():
     """Be it one."""
     world = new_world()
     answer = prepare_store(world, A, ONES, from_token=1)

@@ -1,4 +1,4 @@
-"""Who waits for a session that is not stored, or not all of it, has it asked for; not too often."""
+"""Waiting turns and loads request missing sessions from elsewhere, at a bounded rate."""
 
 from math import inf
 
@@ -29,8 +29,8 @@ from tests.property.cache_world import to_bytes
 RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
 
-def wanted(world, *requests, replaces=False):
-    """Report requests that wait, as (key, history); returns the sessions asked for and lengths."""
+def report_waiting(world, *requests, replaces=False):
+    """Report waiting requests as (key, history); return the requested sessions with lengths."""
     waiting = [QueuedRequest((0, 0.0, number), key, tokens) for number, (key, tokens) in requests]
     world.pump()
     world.events.clear()
@@ -43,93 +43,95 @@ def wanted(world, *requests, replaces=False):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_what_waits_and_is_not_stored_is_asked_for(replaces):
-    """What is known to have a history first; not what is here."""
+def test_a_session_that_waits_and_is_not_stored_is_requested(replaces):
+    """Those with a known history first; not those that are stored."""
     world = new_world(wants_sessions=True)
     store(world, A, ONES)
     other, first = B._replace(session_id="other"), B._replace(session_id="first")
     requests = [(1, (A, 4)), (2, (first, 0)), (3, (B, 40)), (4, (other, 9))]
-    assert wanted(world, *requests, replaces=replaces) == [
+    assert report_waiting(world, *requests, replaces=replaces) == [
         *((B, "40"), (other, "9"), (first, "0")),
     ]
     assert counter(world, "sessions_wanted") == 3
 
 
-def test_nobody_asks_where_nobody_answers():
-    """As the limits say; a reload lets it begin."""
+def test_requests_can_be_switched_off():
+    """The limits say so; a reload switches them on."""
     world = new_world()
-    assert wanted(world, (1, (B, 4))) == []
+    assert report_waiting(world, (1, (B, 4))) == []
     world.engine.set_limits(new_world(wants_sessions=True).engine._state.limits)
-    assert wanted(world, (2, (B, 4))) == [(B, "4")]
+    assert report_waiting(world, (2, (B, 4))) == [(B, "4")]
 
 
-def test_a_session_is_asked_for_again_after_a_while():
+def test_a_session_is_requested_again_after_a_while():
     """Not with each change of its turn's place."""
     world = new_world(wants_sessions=True)
-    assert wanted(world, (1, (B, 4))) == [(B, "4")]
-    assert wanted(world, (1, (B, 4))) == []
+    assert report_waiting(world, (1, (B, 4))) == [(B, "4")]
+    assert report_waiting(world, (1, (B, 4))) == []
     world.now_ns += ASK_AGAIN_NS
     world.engine.advance(world.now_ns)
-    assert wanted(world, (1, (B, 4))) == [(B, "4")]
+    assert report_waiting(world, (1, (B, 4))) == [(B, "4")]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    """Who was asked for longest ago is forgotten, and may be asked for again."""
+def test_the_record_of_requests_is_bounded(monkeypatch):
+    """The oldest request is forgotten, and may be repeated."""
     monkeypatch.setattr("kvd.core.operations.wanting.MOST_REMEMBERED", 1)
     world = new_world(wants_sessions=True)
-    assert wanted(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
-    assert wanted(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
+    assert report_waiting(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
+    assert report_waiting(world, (1, (A, 4)), (2, (B, 4))) == [(A, "4"), (B, "4")]
 
 
-def test_a_flood_is_bounded():
-    """So many a second; the others are asked for when they are reported again."""
+def test_the_rate_of_requests_is_bounded():
+    """The others are requested when they are reported again."""
     world = new_world(wants_sessions=True)
     keys = [B._replace(session_id=str(number)) for number in range(MOST_PER_S + 5)]
     requests = [(number, (key, 4)) for number, key in enumerate(keys)]
-    assert len(wanted(world, *requests)) == MOST_PER_S
+    assert len(report_waiting(world, *requests)) == MOST_PER_S
     world.now_ns += NS_PER_S
     world.engine.advance(world.now_ns)
-    assert [key for key, _ in wanted(world, *requests)] == keys[MOST_PER_S:]
+    assert [key for key, _ in report_waiting(world, *requests)] == keys[MOST_PER_S:]
 
 
 @pytest.mark.parametrize(
     ("history", "is_wanted"), [(8, False), (11, False), (12, True), (64, True), (0, False)]
 )
-def test_what_is_stored_in_part_is_asked_for(history, is_wanted):
+def test_a_partly_stored_session_is_requested(history, is_wanted):
     """If a block or more of the history is missing."""
     world = new_world(wants_sessions=True)
     store(world, A, ONES + TWOS)
     later(world, REST_NS)
-    assert wanted(world, (1, (A, history))) == ([(A, str(history))] if is_wanted else [])
+    assert report_waiting(world, (1, (A, history))) == ([(A, str(history))] if is_wanted else [])
     if is_wanted:
         (event,) = (e for e in world.events if isinstance(e, Emit))
         assert event.fields == {"num_tokens": str(history), "stored_tokens": "8"}
 
 
 @pytest.mark.parametrize(("history", "is_wanted"), [(91, False), (92, True)])
-def test_a_small_part_is_not_worth_fetching_all(history, is_wanted):
-    """What is missing is computed, unless it is an eighth of the history."""
+def test_a_small_missing_part_is_not_requested(history, is_wanted):
+    """It is computed, unless it is an eighth of the history."""
     world = new_world(num_slots=64, wants_sessions=True)
     store(world, A, [1] * 80)
     later(world, REST_NS)
-    assert bool(wanted(world, (1, (A, history)))) == is_wanted
+    assert bool(report_waiting(world, (1, (A, history)))) == is_wanted
 
 
-def test_what_is_being_stored_is_not_asked_for():
-    """Neither by the queue, which hears of the next turn while this one's end is stored, nor by
-    a load: what is missing is on its way."""
+def test_a_session_that_is_being_stored_is_not_requested():
+    """The missing part is on its way.
+
+    Neither by the queue, which reports the next turn while this one's end is stored, nor by a load.
+    """
     world = answering_world()
     store(world, B, ONES)
-    assert wanted(world, (1, (B, 12))) == [], "it was in use just now"
+    assert report_waiting(world, (1, (B, 12))) == [], "it was in use just now"
     later(world, REST_NS)
     answer = prepare_store(world, B, ONES + TWOS)
     later(world, REST_NS)
-    assert wanted(world, (2, (B, 12))) == []
+    assert report_waiting(world, (2, (B, 12))) == []
     assert not is_awaited(world, B, 12)
     complete_store(world, answer)
-    assert wanted(world, (2, (B, 8))) == []
+    assert report_waiting(world, (2, (B, 8))) == []
     later(world, REST_NS)
-    assert wanted(world, (2, (B, 12))) == [(B, "12")]
+    assert report_waiting(world, (2, (B, 12))) == [(B, "12")]
 
 
 # ------------------------------------------------------------------------------------------ waits
@@ -148,7 +150,7 @@ def answer(world, key=B, *, coming):
 
 
 def later(world, ns):
-    """Let time pass; returns what is due."""
+    """Let time pass; return the actions that are due."""
     world.events.clear()
     world.now_ns += ns
     world.engine.advance(world.now_ns)
@@ -156,8 +158,8 @@ def later(world, ns):
     world.pump()
 
 
-def ended(world, key=B, history=4):
-    """End a load's wait; returns what it counts as, and how often others are told."""
+def end_wait(world, key=B, history=4):
+    """End a load's wait; return the counted result, and how often other loads are notified."""
     before = {name: counter(world, f"fetch_waits_{name}") for name in RESULTS}
     world.events.clear()
     world.engine.wanting.wait_ended(key, history, world.now_ns)
@@ -167,39 +169,39 @@ def ended(world, key=B, history=4):
 
 
 def num_told(world):
-    """How often loads that wait are told to ask again."""
+    """Return how often waiting loads are notified to ask again."""
     return world.events.count(FetchEnded())
 
 
 def answering_world():
-    """Somebody fetches sessions here: another one was not there."""
+    """Make a world with a follower that answers: it has reported another session as missing."""
     world = new_world(wants_sessions=True)
-    wanted(world, (1, (A, 4)))
+    report_waiting(world, (1, (A, 4)))
     answer(world, A, coming=False)
     return world
 
 
-def test_nobody_waits_until_somebody_answers():
-    """What was asked for before is waited for then, too, if it comes."""
+def test_no_load_waits_before_a_follower_has_answered():
+    """Then it waits for earlier requests too, if they come."""
     world = new_world(wants_sessions=True)
-    assert wanted(world, (1, (B, 4))) == [(B, "4")]
+    assert report_waiting(world, (1, (B, 4))) == [(B, "4")]
     assert not is_awaited(world)
     answer(world, coming=True)
     assert is_awaited(world)
 
 
-def test_a_load_asks_for_what_nobody_has_asked_for():
-    """The queue's report may come later; it does not ask again then."""
+def test_a_load_requests_its_session_itself():
+    """The queue's report may come later; it does not repeat the request."""
     world = answering_world()
     world.events.clear()
     assert is_awaited(world)
     assert [e.key for e in world.events if isinstance(e, Emit)] == [B]
-    assert wanted(world, (2, (B, 4))) == []
+    assert report_waiting(world, (2, (B, 4))) == []
     assert num_told(world) == 0
 
 
 def test_a_load_waits_until_its_session_is_stored():
-    """And is told; afterwards there is nothing to wait for."""
+    """It is notified; afterwards there is nothing to wait for."""
     world = answering_world()
     assert is_awaited(world)
     answer(world, coming=True)
@@ -210,7 +212,7 @@ def test_a_load_waits_until_its_session_is_stored():
     store(world, B, ONES)
     assert num_told(world) == 1
     assert not is_awaited(world)
-    assert ended(world) == "fetched"
+    assert end_wait(world) == "fetched"
     world.engine.sessions.flush(B, dry_run=False)
     world.events.clear()
     assert is_awaited(world), "it is asked for anew"
@@ -218,7 +220,7 @@ def test_a_load_waits_until_its_session_is_stored():
 
 
 def test_a_load_waits_for_the_rest_of_its_session():
-    """Until all of the history is stored; when it has lost its end it is asked for anew."""
+    """Until all of the history is stored; when the session loses its end it is requested again."""
     world = answering_world()
     store(world, B, ONES)
     assert not is_awaited(world, B, 7)
@@ -229,15 +231,15 @@ def test_a_load_waits_for_the_rest_of_its_session():
     store(world, B, ONES + TWOS)
     assert num_told(world) == 1
     assert not is_awaited(world, B, 8)
-    assert ended(world, B, 8) == "fetched"
+    assert end_wait(world, B, 8) == "fetched"
     world.engine._state.cut(world.engine._state.sessions[B], 1, "evicted")
     world.events.clear()
     assert is_awaited(world, B, 8)
     assert [e.key for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED] == [B]
 
 
-def test_what_comes_and_is_not_all_is_waited_for_no_longer():
-    """There is no more of it there either: the load goes on, and it is not asked for at once."""
+def test_an_incomplete_arrival_ends_the_wait():
+    """There is no more of it elsewhere: the load continues, and it is not requested at once."""
     world = answering_world()
     store(world, B, ONES)
     assert is_awaited(world, B, 16)
@@ -246,7 +248,7 @@ def test_what_comes_and_is_not_all_is_waited_for_no_longer():
     store(world, B, ONES + TWOS)
     assert num_told(world) == 1
     assert not is_awaited(world, B, 16)
-    assert ended(world, B, 16) == "fetched"
+    assert end_wait(world, B, 16) == "fetched"
     answer(world, coming=True)
     world.engine.sessions.flush(B, dry_run=False)
     assert not is_awaited(world, B, 16), "who has fetched it does not answer again"
@@ -254,46 +256,46 @@ def test_what_comes_and_is_not_all_is_waited_for_no_longer():
     assert is_awaited(world, B, 16)
 
 
-def test_what_is_not_longer_there_is_not_waited_for_again():
-    """Less than the history is stored on purpose, or of it no more is anywhere."""
+def test_a_session_that_is_not_longer_elsewhere_is_not_waited_for_again():
+    """Less than the history is stored on purpose, or no more of it exists."""
     world = answering_world()
     store(world, B, ONES)
     assert is_awaited(world, B, 8)
     answer(world, coming=False)
     assert not is_awaited(world, B, 8)
-    assert ended(world, B, 8) == "absent"
+    assert end_wait(world, B, 8) == "absent"
     later(world, ASK_AGAIN_NS - 1)
     assert not is_awaited(world, B, 8)
 
 
-def test_what_was_nowhere_is_asked_for_when_it_was_here_and_has_gone_on():
-    """It began here, where it was looked for in vain; then it went away, and comes back longer."""
+def test_a_session_that_continued_here_is_requested_after_it_left():
+    """It began here and was searched in vain; then it moved away, and comes back longer."""
     world = answering_world()
     assert is_awaited(world, B, 0)
     answer(world, coming=False)
-    assert ended(world, B, 0) == "absent"
+    assert end_wait(world, B, 0) == "absent"
     store(world, B, ONES)
     assert is_awaited(world, B, 8)
     answer(world, coming=False)
-    assert ended(world, B, 8) == "absent"
+    assert end_wait(world, B, 8) == "absent"
     assert not is_awaited(world, B, 8), "nothing has changed since"
 
 
-def test_what_has_come_is_asked_for_when_it_has_gone_on_elsewhere():
-    """Conversations that go to and fro come back in seconds, longer each time."""
+def test_a_session_that_continued_elsewhere_is_requested_again():
+    """Conversations that move to and fro come back in seconds, longer each time."""
     world = answering_world()
-    assert wanted(world, (1, (B, 8))) == [(B, "8")]
+    assert report_waiting(world, (1, (B, 8))) == [(B, "8")]
     answer(world, coming=True)
     store(world, B, ONES + TWOS)  # before a load waits for it; then its turn is stored
     later(world, REST_NS)
-    assert wanted(world, (2, (B, 16))) == [(B, "16")]
+    assert report_waiting(world, (2, (B, 16))) == [(B, "16")]
     answer(world, coming=True)
     assert is_awaited(world, B, 16)
-    assert wanted(world, (3, (B, 20))) == [], "nothing has come since"
+    assert report_waiting(world, (3, (B, 20))) == [], "nothing has come since"
 
 
-def test_a_load_waits_as_long_as_what_is_missing_is_worth():
-    """Of the time for all of its tokens the part that a fetch may bring."""
+def test_a_load_waits_no_longer_than_the_missing_part_is_worth():
+    """Out of the time for all of its tokens, the part that a fetch may save."""
     world = answering_world()
     share = world.engine.wanting.missing_share
     assert share(B, 16, 0) == share(B, 16, 8) == 1
@@ -307,13 +309,13 @@ TOKENS = ONES + TWOS + THREES
 
 
 class Coming:
-    """An import of session B, which a load waits for: it has what has come."""
+    """An import of session B for which a load waits: the session grows with its parts."""
 
     def __init__(self, world, there=0):
         self.world, self.growth = world, Growth(B, SOURCE, WHOLE, there)
 
     def comes(self, num_tokens):
-        """Returns how often who waits was told."""
+        """Let a part arrive; return how often the waiting load was notified."""
         store(self.world, SOURCE, TOKENS[:num_tokens])
         self.world.events.clear()
         assert self.world.engine.growing.grow(self.growth, to_bytes(TOKENS))
@@ -328,8 +330,8 @@ class Coming:
 
 
 @pytest.mark.parametrize("there", [0, 4])
-def test_what_grows_is_waited_for_until_the_history_is_there(there):
-    """Each step is told; the turn needs no more than its history, and does not wait for the end."""
+def test_a_growing_session_is_waited_for_until_it_has_the_history(there):
+    """Each step notifies the load, which does not wait for tokens beyond its history."""
     world = answering_world()
     if there:
         store(world, B, TOKENS[:there])
@@ -340,11 +342,11 @@ def test_what_grows_is_waited_for_until_the_history_is_there(there):
     assert (is_awaited(world, B, 10), is_awaited(world, B, 13)) == (there == 0, True)
     assert coming.comes(12) == 1
     assert not is_awaited(world, B, 10)
-    assert ended(world, B, 10) == "fetched"
+    assert end_wait(world, B, 10) == "fetched"
 
 
-def test_what_grows_is_waited_for_to_its_end():
-    """Though that is less than the history: no more is there."""
+def test_a_growing_session_is_waited_for_to_its_end():
+    """Though it is shorter than the history: there is no more."""
     world = answering_world()
     assert is_awaited(world, B, 20)
     answer(world, coming=True)
@@ -354,12 +356,12 @@ def test_what_grows_is_waited_for_to_its_end():
     assert is_awaited(world, B, 20)
     assert coming.end(is_whole=True) == 1
     assert not is_awaited(world, B, 20)
-    assert ended(world, B, 20) == "fetched"
+    assert end_wait(world, B, 20) == "fetched"
 
 
 @pytest.mark.parametrize("told_first", [True, False])
-def test_what_grows_and_ends_early_has_come_in_part(told_first):
-    """Whether kvd or whoever fetches says so first; it is not asked for again at once."""
+def test_a_growing_session_that_ends_early_has_arrived_in_part(told_first):
+    """Either kvd or the follower reports it first; it is not requested at once."""
     world = answering_world()
     assert is_awaited(world, B, 12)
     answer(world, coming=True)
@@ -372,7 +374,7 @@ def test_what_grows_and_ends_early_has_come_in_part(told_first):
     else:
         assert coming.end() == 1
     assert not is_awaited(world, B, 12)
-    assert ended(world, B, 12) == "partly"
+    assert end_wait(world, B, 12) == "partly"
     coming.end()
     answer(world, coming=False)
     assert not is_awaited(world, B, 12)
@@ -380,21 +382,21 @@ def test_what_grows_and_ends_early_has_come_in_part(told_first):
     assert is_awaited(world, B, 12)
 
 
-def test_when_time_is_up_what_has_come_has_come():
-    """The turn computes the rest, and waits no more; it may come for others all the same."""
+def test_when_time_is_up_the_arrived_part_counts():
+    """The turn computes the rest, and waits no more; the import may go on for others."""
     world = answering_world()
     assert is_awaited(world, B, 12)
     answer(world, coming=True)
     coming = Coming(world)
     coming.comes(4)
-    assert ended(world, B, 12) == "partly"
+    assert end_wait(world, B, 12) == "partly"
     assert not is_awaited(world, B, 12)
     answer(world, coming=True)
     assert not is_awaited(world, B, 12)
 
 
-def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for():
-    """By the pace since the first of it has come, once that says anything."""
+def test_an_import_slower_than_computing_is_not_waited_for():
+    """By its rate since the first part, once that is meaningful."""
     world = answering_world()
     assert is_awaited(world, B, 40, token_ns=1)
     answer(world, coming=True)
@@ -405,20 +407,20 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for():
     coming.comes(8)
     assert is_awaited(world, B, 40, token_ns=PACE_NS / 4)
     assert not is_awaited(world, B, 40, token_ns=PACE_NS / 4 - 1)
-    assert ended(world, B, 40) == "partly"
+    assert end_wait(world, B, 40) == "partly"
 
 
-def test_what_grows_is_not_asked_for_again():
-    """However long it takes; one that waits for more of it than the first did asks once."""
+def test_a_growing_session_is_not_requested_again():
+    """However long it takes; a load that needs more than the first one requests it once."""
     world = answering_world()
     assert is_awaited(world, B, 4)
     answer(world, coming=True)
     coming = Coming(world)
     coming.comes(4)
     later(world, 2 * ASK_AGAIN_NS)
-    assert wanted(world, (1, (B, 12))) == []
+    assert report_waiting(world, (1, (B, 12))) == []
     assert not is_awaited(world, B, 4)
-    assert ended(world, B, 4) == "fetched"
+    assert end_wait(world, B, 4) == "fetched"
     world.events.clear()
     for _ in range(2):
         assert is_awaited(world, B, 12)
@@ -428,8 +430,8 @@ def test_what_grows_is_not_asked_for_again():
 
 
 @pytest.mark.parametrize("is_coming", [True, False])
-def test_what_does_not_come_is_not_waited_for_again(is_coming):
-    """Within ASK_AGAIN_NS, be it that it was said to come before."""
+def test_a_session_that_does_not_come_is_not_waited_for_again(is_coming):
+    """Within ASK_AGAIN_NS, even if it was announced before."""
     world = answering_world()
     assert is_awaited(world)
     if is_coming:
@@ -437,15 +439,15 @@ def test_what_does_not_come_is_not_waited_for_again(is_coming):
     answer(world, coming=False)
     assert num_told(world) == 1
     assert not is_awaited(world)
-    assert ended(world) == "absent"
+    assert end_wait(world) == "absent"
     later(world, ASK_AGAIN_NS - 1)
     assert not is_awaited(world)
     later(world, 1)
     assert is_awaited(world)
 
 
-def test_who_does_not_answer_is_not_waited_for():
-    """One ask without an answer ends its wait, and that for others, until somebody answers."""
+def test_an_unanswering_follower_is_not_waited_for():
+    """One unanswered request ends all waits until the follower answers."""
     world = answering_world()
     later(world, 1)
     assert is_awaited(world)
@@ -455,7 +457,7 @@ def test_who_does_not_answer_is_not_waited_for():
     later(world, 1)
     assert num_told(world) == 2
     assert (is_awaited(world), is_awaited(world, C)) == (False, False)
-    assert (ended(world), ended(world, C)) == ("unanswered", "unanswered")
+    assert (end_wait(world), end_wait(world, C)) == ("unanswered", "unanswered")
     assert not is_awaited(world, B._replace(session_id="other"))
     answer(world, A, coming=False)
     assert (is_awaited(world), is_awaited(world, C)) == (False, True)
@@ -463,8 +465,8 @@ def test_who_does_not_answer_is_not_waited_for():
     assert is_awaited(world)
 
 
-def test_one_look_that_takes_long_ends_no_other_wait():
-    """Somebody answers: others were answered since it was asked for."""
+def test_one_slow_answer_ends_no_other_wait():
+    """The follower works: it has answered others since the request."""
     world = answering_world()
     assert is_awaited(world)
     later(world, 1)
@@ -473,21 +475,21 @@ def test_one_look_that_takes_long_ends_no_other_wait():
     later(world, ANSWER_NS - 1)
     assert num_told(world) == 1
     assert (is_awaited(world), is_awaited(world, C)) == (False, True)
-    assert ended(world) == "unanswered"
+    assert end_wait(world) == "unanswered"
 
 
-def test_what_came_too_late_is_not_waited_for_again():
-    """The turn has computed it; an answer to that ask changes nothing."""
+def test_a_session_that_came_too_late_is_not_waited_for_again():
+    """The turn has computed it; an answer to that request changes nothing."""
     world = answering_world()
     assert is_awaited(world)
-    assert ended(world) == "late"
+    assert end_wait(world) == "late"
     assert num_told(world) == 1
     answer(world, coming=True)
     assert not is_awaited(world)
 
 
-def test_nobody_waits_where_nothing_is_asked_for():
-    """The settings may say so while it runs; what is stored is not waited for either."""
+def test_without_requests_no_load_waits():
+    """The settings may switch requests off; stored sessions are not waited for either."""
     world = answering_world()
     assert is_awaited(world)
     world.engine.set_limits(new_world().engine._state.limits)
@@ -498,8 +500,8 @@ def test_nobody_waits_where_nothing_is_asked_for():
     assert not is_awaited(world)
 
 
-def test_who_is_forgotten_is_not_waited_for(monkeypatch):
-    """An answer may name a session that nobody asked for: somebody answers, that is all."""
+def test_a_forgotten_request_is_not_waited_for(monkeypatch):
+    """An answer may name a session without a request: it only shows that the follower works."""
     monkeypatch.setattr("kvd.core.operations.wanting.MOST_REMEMBERED", 1)
     world = new_world(wants_sessions=True)
     answer(world, C, coming=True)
@@ -507,16 +509,16 @@ def test_who_is_forgotten_is_not_waited_for(monkeypatch):
     world.events.clear()
     assert is_awaited(world, B)
     assert num_told(world) == 1
-    assert ended(world, A) == "unanswered"
+    assert end_wait(world, A) == "unanswered"
     later(world, ANSWER_NS)
     assert not is_awaited(world, B)
 
 
-def test_a_flood_is_not_waited_for():
-    """What is not asked for cannot come."""
+def test_requests_beyond_the_rate_are_not_waited_for():
+    """A session that is not requested cannot come."""
     world = answering_world()
     requests = [(n, (B._replace(session_id=str(n)), 4)) for n in range(MOST_PER_S)]
-    wanted(world, *requests)
+    report_waiting(world, *requests)
     assert not is_awaited(world, C)
-    assert ended(world, C) == "unanswered"
+    assert end_wait(world, C) == "unanswered"
     assert world.engine.inspection.histograms.fetch_wait_s.total.count == 1

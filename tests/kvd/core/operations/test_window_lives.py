@@ -1,4 +1,4 @@
-"""What befalls windows as it befalls all blocks: quotas, scrubs, files, retention, operators."""
+"""Windows have the same life as blocks: quotas, scrubs, files, retention, operators."""
 
 import struct
 
@@ -18,8 +18,8 @@ from tests.kvd.core.turns_with_parts import (
     load_with,
     prepare_with,
     store_with,
+    window_ranges,
     window_world,
-    windowed_of,
 )
 from tests.property.cache_world import compute, to_bytes
 from tests.property.test_window_engine import NUM_PARTS, WINDOW_LAYOUT
@@ -28,8 +28,8 @@ TOKENS = list(range(1, 23))  # five blocks of 4, and half of one
 OPERATOR = 7
 
 
-def test_parts_count_for_a_quota():
-    """Windows for which it has no room are left out; where it has, older sessions give way."""
+def test_window_parts_count_for_a_quota():
+    """Windows without room in it are left out; otherwise older sessions give way."""
     for num_blocks, num_windows in ((7, 0), (8, 2)):
         quota = TenantLimits(quota_bytes=num_blocks * WINDOW_LAYOUT.block_bytes)
         world = window_world(tenant_limits=lambda _, quota=quota: quota)
@@ -38,16 +38,16 @@ def test_parts_count_for_a_quota():
         used = (4 + num_windows * NUM_PARTS) * WINDOW_LAYOUT.block_bytes
         assert usage.used_bytes == used
     store_with(world, B, [50 + n for n in range(4)], [4])
-    assert windowed_of(world, B) == [(0, 4)]
-    assert windowed_of(world, A) != [(8, 16)]
+    assert window_ranges(world, B) == [(0, 4)]
+    assert window_ranges(world, A) != [(8, 16)]
 
 
 def test_a_scrub_finds_a_corrupt_part_in_either_tier():
-    """Its window goes, from all sessions that have it; the tokens stay."""
+    """Its window is dropped from all sessions that have it; the tokens stay."""
     world = window_world()
     store_with(world, A, TOKENS[:20], [8, 20])
     store_with(world, B, TOKENS[:20], [])
-    assert windowed_of(world, B) == [(0, 8), (12, 20)]
+    assert window_ranges(world, B) == [(0, 8), (12, 20)]
     part = next(b for b in world.engine._state.blocks if not b.num_tokens)
     world.damage_extent(part.extent)
     world.damage_slot(part.slot_id)
@@ -57,8 +57,8 @@ def test_a_scrub_finds_a_corrupt_part_in_either_tier():
         world.finish_all(VerifySlot)
         world.finish_all(VerifyExtent)
         world.quiesce()
-    assert windowed_of(world, A) == windowed_of(world, B)
-    assert sum(end - start for start, end in windowed_of(world, A)) == 12
+    assert window_ranges(world, A) == window_ranges(world, B)
+    assert sum(end - start for start, end in window_ranges(world, A)) == 12
     assert world.engine.inspection.info(A).num_tokens == 20
 
 
@@ -77,7 +77,7 @@ def test_an_erased_tenant_leaves_no_window():
 
 
 def test_a_retained_prefix_has_the_windows_of_its_end():
-    """So that what conversations begin with is of use when all of them are gone."""
+    """So common beginnings are useful after all their conversations are gone."""
     world = window_world(max_retention_ns=1_000_000)
     store_with(world, A, TOKENS, [12, 22])
     prefix = A._replace(session_id="prefix")
@@ -85,7 +85,7 @@ def test_a_retained_prefix_has_the_windows_of_its_end():
     world.pump()
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
-    assert windowed_of(world, prefix) == [(4, 12)]
+    assert window_ranges(world, prefix) == [(4, 12)]
     assert load_with(world, C, TOKENS).end == 12
 
 
@@ -108,11 +108,11 @@ def test_a_pinned_session_keeps_its_windows():
     world.engine.sessions.pin(A, Pin.HARD)
     for number in range(6):
         store_with(world, B, [50 + number] * 12, [12])
-    assert windowed_of(world, A) == [(0, 8)]
+    assert window_ranges(world, A) == [(0, 8)]
 
 
-def test_what_operators_see():
-    """Windows by tokens, those side by side together; blocks are those of tokens."""
+def test_operators_see_windows():
+    """By tokens, adjacent ones together; the blocks shown are those of tokens."""
     world = window_world()
     store_with(world, A, TOKENS, [8, 22])
     store_with(world, B, TOKENS[:8], [])
@@ -136,7 +136,7 @@ def test_what_operators_see():
 
 
 def test_an_evicted_window_leaves_the_tokens():
-    """Where there is room for no more: the last parts go first, and loads end earlier."""
+    """If there is not room for all: the last parts go first, and loads end earlier."""
     world = window_world(num_slots=13, num_extents=0)
     store_with(world, A, TOKENS[:12], [8, 12])
     assert load_with(world, A, TOKENS).end == 12
@@ -148,8 +148,8 @@ def test_an_evicted_window_leaves_the_tokens():
 # -------------------------------------------------------------------------------------- compaction
 
 
-def test_what_has_a_window_is_not_compacted():
-    """What has none is: its tokens are put together, and windows are found as before."""
+def test_blocks_with_windows_are_not_compacted():
+    """Others are: their tokens are put together, and windows are found as before."""
     world = window_world(num_slots=64, max_waste=0.2, compact_rest_ns=20)
     tokens = list(range(1, 49))
     store_with(world, A, tokens, [48])
@@ -159,7 +159,7 @@ def test_what_has_a_window_is_not_compacted():
     lineage = WHOLE.after(to_bytes(tokens), ranges)
     world.engine.sessions.discard(A, to_bytes(tokens), ranges, lineage=WHOLE)
     world.pump()
-    before = windowed_of(world, A)
+    before = window_ranges(world, A)
     world.now_ns += 10_000_000_000
     world.engine.expire()
     world.pump()
@@ -167,12 +167,12 @@ def test_what_has_a_window_is_not_compacted():
     world.quiesce()
     assert counter(world, "compactions") == 1
     assert counter(world, "compacted_tokens") == 2 * 8, "of nine blocks from 4 to 40, two by two"
-    assert windowed_of(world, A) == before == [(22, 28)]
+    assert window_ranges(world, A) == before == [(22, 28)]
     answer = world.engine.loads.prepare(A, to_bytes(kept), 0, ENGINE_ID, lineage=lineage)
     assert (answer.lookup, answer.end_token) == (Lookup.HIT, 28)
 
 
-def test_nothing_is_given_to_another_session():
+def test_windows_cannot_be_grafted_to_another_session():
     world = window_world()
     store_with(world, A, TOKENS, [22])
     store_with(world, B, [50, 51, 52, 53], [4])
@@ -183,7 +183,7 @@ def test_nothing_is_given_to_another_session():
 # ------------------------------------------------------------------------------------------- files
 
 
-def _settled(world, answer):
+def _settle(world, answer):
     world.pump()
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
@@ -191,19 +191,19 @@ def _settled(world, answer):
     return answer
 
 
-def _exported(world):
-    """All tokens, and what lies in the parts behind them."""
+def _export(world):
+    """Export a session: all tokens, and the contents of the parts behind them."""
     files = world.engine.session_files
     export = files.begin_export(A)
     tokens, parts = [], []
     while not export.is_done:
-        answer = _settled(world, files.prepare_export(export, 2, OPERATOR))
+        answer = _settle(world, files.prepare_export(export, 2, OPERATOR))
         for part in files.confirm_export(export, answer.lease_id):
             tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
         world.engine.loads.complete(answer.lease_id, OPERATOR)
         world.pump()
     while export.next_part < len(export.parts):
-        answer = _settled(world, files.prepare_export_parts(export, 3, OPERATOR))
+        answer = _settle(world, files.prepare_export_parts(export, 3, OPERATOR))
         slot_ids = files.confirm_export_parts(export, answer.lease_id)
         parts += [world.slots[slot_id] for slot_id in slot_ids]
         world.engine.loads.complete(answer.lease_id, OPERATOR)
@@ -213,27 +213,27 @@ def _exported(world):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_an_export_has_the_windows_for_its_last_end(is_packed):
-    """Behind the tokens, part by part, and those of a block before; the session stays as it was."""
+    """Behind the tokens, part by part, and those of a block before; the session does not change."""
     world = window_world()
     store_with(world, A, TOKENS, [8, 20, 22])
     if is_packed:
         world.engine.release_dram()
         world.pump()
         world.quiesce()
-    export, tokens, parts = _exported(world)
+    export, tokens, parts = _export(world)
     assert tokens == TOKENS
     assert export.position == 22
     assert export.windows == ((12, 4, 0), (16, 4, 0), (20, 2, 0))
     rows = compute([], TOKENS)
     expected = [rows[12:16], rows[16:20], rows[20:22]]
     assert parts == [[(part, *of)] for of in expected for part in range(NUM_PARTS)]
-    assert windowed_of(world, A) == [(0, 8), (12, 22)]
+    assert window_ranges(world, A) == [(0, 8), (12, 22)]
 
 
-def test_a_session_without_windows_is_exported_without():
+def test_a_session_without_windows_is_exported_without_any():
     world = window_world()
     store_with(world, A, TOKENS, [])
-    export, tokens, parts = _exported(world)
+    export, tokens, parts = _export(world)
     assert (tokens, parts, export.position) == (TOKENS, [], 0)
 
 
@@ -274,7 +274,7 @@ def _not_found(state):
         (_not_found, "parts are found"),
     ],
 )
-def test_what_is_broken_is_noticed(break_it, message):
+def test_every_violated_invariant_is_detected(break_it, message):
     world = window_world()
     store_with(world, A, TOKENS[:8], [8])
     break_it(world.engine._state)

@@ -1,4 +1,4 @@
-"""Windows: stored for where loads may end, found by their blocks, superseded, lost alone."""
+"""Windows: stored where loads may end, found with their blocks, superseded, lost separately."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from tests.kvd.core.turns_with_parts import (
     load_with,
     prepare_with,
     store_with,
+    window_ranges,
     window_world,
-    windowed_of,
 )
 from tests.property.cache_world import MODEL, compute, to_bytes
 from tests.property.test_window_engine import NUM_PARTS, WINDOW
@@ -29,15 +29,15 @@ assert (WINDOW, NUM_PARTS) == (6, 2)
 def test_a_load_ends_where_all_windows_are_stored():
     world = window_world()
     store_with(world, A, TOKENS, [12, 20])
-    assert windowed_of(world, A) == [(4, 20)]
+    assert window_ranges(world, A) == [(4, 20)]
     assert load_with(world, A, TOKENS).end == 20
     assert load_with(world, A, TOKENS[:19]).end == 16, "12..16 are there for 20"
     assert load_with(world, A, TOKENS[:15]).end == 12
     assert load_with(world, A, TOKENS, 16).end == 20
 
 
-def test_windows_before_from_token_come_along():
-    """The engine has the tokens before it; whether it has all of the window is not asked."""
+def test_windows_before_from_token_are_granted_too():
+    """The engine has the tokens before it; it may lack part of their window."""
     world = window_world()
     store_with(world, A, TOKENS, [20])
     answer = load_with(world, A, TOKENS, 17).answer
@@ -64,7 +64,7 @@ def test_from_the_first_token_on_less_than_a_window_is_enough():
 
 
 def test_a_position_within_a_block_is_for_turns_that_diverge_there():
-    """As when reasoning is dropped: a load ends where the block begins that is another one then."""
+    """For example when reasoning is dropped: a load ends where the changed block begins."""
     world = window_world()
     answer = store_with(world, A, TOKENS, [14])
     assert [w.token_offset for w in answer.windows] == [4, 8, 12]
@@ -72,18 +72,18 @@ def test_a_position_within_a_block_is_for_turns_that_diverge_there():
 
 
 def test_a_position_may_lie_beyond_the_tokens():
-    """A prompt comes in several stores; its windows are there when its end is."""
+    """A prompt is stored in several stores; its windows exist once its end is stored."""
     world = window_world()
     assert store_with(world, A, TOKENS[:8], [18]).windows == ()
     answer = store_with(world, A, TOKENS[:16], [18], 8)
     assert [w.token_offset for w in answer.windows] == [8, 12]
-    assert windowed_of(world, A) == [(8, 16)], "they wait for what follows"
+    assert window_ranges(world, A) == [(8, 16)], "they wait for what follows"
     store_with(world, A, TOKENS, [18], 16)
     assert load_with(world, A, [*TOKENS[:18], 90, 91]).end == 16
 
 
-def test_the_engine_is_asked_for_tokens_that_it_holds():
-    """Of blocks, too, that are stored already, without their windows."""
+def test_the_engine_stores_windows_of_existing_blocks():
+    """It holds their tokens, and only their windows are missing."""
     world = window_world()
     store_with(world, A, TOKENS[:20])
     answer = store_with(world, A, TOKENS[:20], [20], 13)
@@ -95,8 +95,8 @@ def test_the_engine_is_asked_for_tokens_that_it_holds():
     assert not store_with(world, A, TOKENS[:20], [20], 12).lease_id
 
 
-def test_an_answer_that_grows_keeps_where_the_next_turn_may_diverge():
-    """The end of each piece may be one of a load, while it is the end; what was named stays."""
+def test_a_growing_answer_keeps_positions_where_the_next_turn_may_diverge():
+    """The end of each piece may be a load's, while it is the end; named positions stay."""
     world = window_world(num_slots=80)
     tokens = [*TOKENS, *range(50, 80)]
     store_with(world, A, tokens[:16], [16, 8])
@@ -105,27 +105,27 @@ def test_an_answer_that_grows_keeps_where_the_next_turn_may_diverge():
         store_with(world, A, tokens[:end], [8, 16, end], max(16, start))
         assert load_with(world, A, [*tokens[:16], 99]).end == 16
         assert load_with(world, A, tokens[:end]).end == end
-    assert [ranges[0] for ranges in windowed_of(world, A)] == [0, 40]
+    assert [ranges[0] for ranges in window_ranges(world, A)] == [0, 40]
 
 
 def test_the_first_the_newest_two_and_shared_ones_stay():
     world = window_world(num_slots=96)
     tokens = list(range(1, 61))
     store_with(world, A, tokens[:24], [8, 16, 20])
-    assert windowed_of(world, A) == [(0, 20)]
+    assert window_ranges(world, A) == [(0, 20)]
     store_with(world, A, tokens[:40], [32, 36], 24)
-    assert windowed_of(world, A) == [(0, 8), (24, 36)], "16 is superseded, and 20"
+    assert window_ranges(world, A) == [(0, 8), (24, 36)], "16 is superseded, and 20"
     store_with(world, B, [*tokens[:36], 99], [37], 36)
-    assert windowed_of(world, B) == [(0, 8), (28, 37)], "they are A's, too"
+    assert window_ranges(world, B) == [(0, 8), (28, 37)], "they are A's, too"
     store_with(world, A, tokens[:60], [52, 60], 40)
-    assert windowed_of(world, A) == [(0, 8), (28, 36), (44, 60)]
+    assert window_ranges(world, A) == [(0, 8), (28, 36), (44, 60)]
     world.engine.sessions.flush(B, dry_run=False)
     store_with(world, A, tokens[:60], [], 60)
-    assert windowed_of(world, A) == [(0, 8), (44, 60)]
+    assert window_ranges(world, A) == [(0, 8), (44, 60)]
 
 
-def test_windows_of_ends_that_were_not_reached_are_forgotten():
-    """What is beyond the tokens is remembered, up to a bound."""
+def test_windows_of_unreached_ends_are_forgotten():
+    """Positions beyond the tokens are remembered, up to a bound."""
     world = window_world()
     store_with(world, A, TOKENS, range(30, 60))
     session = world.engine._state.sessions[A]
@@ -139,7 +139,7 @@ def test_other_sessions_find_windows_along_their_tokens():
     answer = store_with(world, B, [*TOKENS[:16], 70, 71], [16, 18], 16)
     assert [w.token_offset for w in answer.windows] == [16], "those before are stored"
     assert load_with(world, B, [*TOKENS[:16], 70, 71]).end == 18
-    assert windowed_of(world, B) == [(0, 18)]
+    assert window_ranges(world, B) == [(0, 18)]
     stranger = A._replace(tenant="other")
     assert load_with(world, stranger, TOKENS).answer.lookup is Lookup.MISS
 
@@ -169,10 +169,10 @@ def test_two_stores_of_the_same_windows_leave_one():
         world.pump()
     world.quiesce()
     assert len(world.engine._state.blocks) == 2 + 2 * NUM_PARTS
-    assert windowed_of(world, A) == windowed_of(world, B) == [(0, 8)]
+    assert window_ranges(world, A) == window_ranges(world, B) == [(0, 8)]
 
 
-def test_a_load_that_does_not_fit_comes_in_pieces_and_ends_with_its_windows():
+def test_a_load_that_does_not_fit_is_answered_in_parts_and_ends_with_its_windows():
     world = window_world(num_slots=9, num_extents=96)
     tokens = list(range(1, 33))
     for end in range(4, 33, 4):
@@ -210,7 +210,7 @@ def test_dram_only_ends_where_tokens_and_windows_are_in_dram():
 
 
 @pytest.mark.parametrize("outcome", [IoOutcome.TRANSIENT, IoOutcome.CORRUPT])
-def test_a_window_that_cannot_be_read_makes_a_miss_and_tokens_stay(outcome):
+def test_an_unreadable_window_is_a_miss_and_the_tokens_stay(outcome):
     world = window_world()
     store_with(world, A, TOKENS[:20], [8, 20])
     world.engine.release_dram()
@@ -230,21 +230,21 @@ def test_a_window_that_cannot_be_read_makes_a_miss_and_tokens_stay(outcome):
     world.pump()
     assert world.engine.inspection.info(A).num_tokens == 20
     if outcome is IoOutcome.CORRUPT:
-        assert windowed_of(world, A) == [(0, 8), (12, 16)]
+        assert window_ranges(world, A) == [(0, 8), (12, 16)]
         assert load_with(world, A, TOKENS).end == 8
         moves = [move.kind.value for move in world.engine.inspection.history.of(A)]
         assert "parts_dropped" in moves
 
 
-def test_a_discard_leaves_the_windows_of_what_stays():
-    """A load ends where all that layers attend to is what stays; spans on one block share it."""
+def test_a_discard_keeps_the_windows_of_the_kept_tokens():
+    """A load ends where all tokens that layers attend to are kept; spans of one block share it."""
     world = window_world()
     tokens = list(range(1, 33))
     store_with(world, A, tokens, [8, 32])
     world.engine.sessions.discard(A, to_bytes(tokens), [(10, 26), (27, 28)])
     world.pump()
     kept = [*tokens[:10], tokens[26], *tokens[28:]]
-    assert windowed_of(world, A) == [(0, 8), (10, 15)]
+    assert window_ranges(world, A) == [(0, 8), (10, 15)]
     rows = [*compute([], tokens)[:10], compute([], tokens)[26], *compute([], tokens)[28:]]
     answer = world.engine.loads.prepare(A, to_bytes(kept), 0, ENGINE_ID)
     assert answer.end_token == 8, "of 8 and 9 there is no window"
@@ -265,8 +265,11 @@ def test_a_discard_leaves_the_windows_of_what_stays():
     world.engine.loads.complete(answer.lease_id, ENGINE_ID)
 
 
-def test_windows_are_not_asked_for_of_what_a_discard_has_left():
-    """Their rows may have been computed over what is gone, or not: a window has to be of one."""
+def test_windows_behind_a_discard_are_not_stored():
+    """Their rows may have been computed before the discard or after it.
+
+    A window must not mix both.
+    """
     world = window_world()
     store_with(world, A, TOKENS)
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(6, 9)])
@@ -286,7 +289,7 @@ def test_a_session_packed_and_restored_has_its_windows():
     assert world.engine._state.sessions[A].packed
     assert load_with(world, B, TOKENS[:9]).end == 8
     world.start()
-    assert windowed_of(world, A) == [(0, 8), (12, 22)]
+    assert window_ranges(world, A) == [(0, 8), (12, 22)]
     assert load_with(world, A, TOKENS).end == 22
 
 
@@ -309,7 +312,7 @@ def test_a_restart_that_finds_a_part_missing_keeps_the_tokens():
         world.quiesce()
 
 
-def test_an_arena_that_outlives_kvd_has_its_windows():
+def test_an_arena_that_survives_kvd_has_its_windows():
     world = window_world()
     store_with(world, A, TOKENS, [22])
     world.start(keep_dram=True)
@@ -323,7 +326,7 @@ def test_requests_that_cannot_be():
         new_world().engine.stores.prepare(C, to_bytes(TOKENS), 0, ENGINE_ID, load_ends=[8])
 
 
-def test_what_is_stored_and_loaded_is_counted():
+def test_stored_and_loaded_windows_are_counted():
     world = window_world()
     store_with(world, A, TOKENS, [8, 20])
     assert counter(world, "store_windows") == 4
@@ -343,7 +346,7 @@ PLAIN = replace(GEMMA, layers=(_WHOLE,) * 6)
 
 
 def _stored_bytes(layout: KVLayout) -> int:
-    """Bytes of a session that has grown turn by turn, as an engine stores it, in its last tier."""
+    """Return the stored bytes of a session that has grown turn by turn, in its last tier."""
     world = window_world(300 * (1 + layout.window_slots), 0, layout=layout)
     tokens = [n % 1000 for n in range(NUM_TOKENS)]
     for start in range(0, NUM_TOKENS, TURN):
@@ -360,8 +363,8 @@ def _stored_bytes(layout: KVLayout) -> int:
 
 
 def test_a_session_of_16k_tokens_takes_less_than_a_third(monkeypatch):
-    """Five of six layers attend to a sixteenth of it; both layouts store what engines store."""
-    monkeypatch.setattr(CacheEngine, "check", lambda _: None)  # it takes longer than all the rest
+    """Five of six layers attend to a sixteenth of it; both layouts store as engines do."""
+    monkeypatch.setattr(CacheEngine, "check", lambda _: None)  # it takes longer than all the others
     assert PLAIN.window == 0
     share = _stored_bytes(GEMMA) / _stored_bytes(PLAIN)
     assert share <= 0.30

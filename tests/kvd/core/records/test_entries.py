@@ -1,4 +1,4 @@
-"""Spans and places as bytes: what goes in comes out, and damage costs the rest only."""
+"""Spans and places as bytes: encoding round-trips, and damage costs only the later spans."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +24,14 @@ PARTS = st.builds(Span, KEYS, COUNTS, st.just(0), KEYS.filter(any), KEYS)  # of 
 
 
 @given(st.lists(PLAIN_SPANS | OTHER_SPANS | PARTS))
-def test_spans_come_back(spans):
+def test_spans_round_trip(spans):
     """Plain or not, in any mixture."""
     assert unpack_spans(pack_spans(spans)) == spans
 
 
 @given(st.lists(PLAIN_SPANS))
 def test_plain_spans_are_short(spans):
-    """A row of an ordinary session is its keys and little more."""
+    """A row of an ordinary session has its keys and little more."""
     assert len(pack_spans(spans)) == 1 + PLAIN_SPAN_BYTES * len(spans)
 
 
@@ -45,15 +45,15 @@ def test_a_cut_row_gives_the_spans_before_the_cut(spans, data):
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_can_be_read(packed):
-    """Nonsense gives spans that could be, or none; never an error."""
+def test_any_bytes_can_be_decoded(packed):
+    """Garbage gives plausible spans, or none; never an error."""
     for span in unpack_spans(packed):
         assert span.num_tokens > 0
         assert span.tokens_digest or (span.start, span.chain) == (0, span.block_key)
 
 
-def test_a_span_that_cannot_be_ends_the_list():
-    """A span has tokens; a plain one starts its block, and its chain goes on from its key."""
+def test_an_impossible_span_ends_the_list():
+    """A span has tokens; a plain one starts its block, and its chain continues from its key."""
     good = plain_span(b"k" * 16, 4)
     for bad in (
         plain_span(b"k" * 16, 0),
@@ -66,6 +66,6 @@ def test_a_span_that_cannot_be_ends_the_list():
 
 
 @given(st.lists(st.builds(BlockRecord, KEYS, st.integers(0, 1 << 60), COUNTS)))
-def test_places_come_back(records):
-    """Extents are numbered in 64 bits."""
+def test_places_round_trip(records):
+    """Extent numbers have 64 bits."""
     assert list(unpack_places(pack_places(records))) == records

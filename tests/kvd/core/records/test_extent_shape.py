@@ -1,4 +1,4 @@
-"""How a block lies on SSD: a header, and the slices of its layers, in whole sectors."""
+"""The layout of a block on SSD: a header, and the slices of its layers, in whole sectors."""
 
 import math
 
@@ -7,7 +7,7 @@ from shared.types.kv_layout import Component, KVLayout, Layer
 
 
 def test_headers_have_room_for_tags():
-    """A header is large enough for what sealing takes, however many layers and tokens there are."""
+    """A header has room for the data of sealing, however many layers and tokens there are."""
     for num_layers in (1, 80, 126, 400):
         for block_tokens in (16, 512, 525, 1024):
             layer = Layer((Component("k", (8,), "float16"),))
@@ -18,7 +18,7 @@ def test_headers_have_room_for_tags():
 
 
 def test_an_extent_is_a_header_and_the_rows_of_each_layer():
-    """Slices of a full block are as in a slot; of a partial one there are only the rows in use."""
+    """Slices of a full block are as in a slot; a partial block has the used rows only."""
     layers = tuple(Layer((Component("k", (width,), "float16"),)) for width in (64, 512))
     layout = KVLayout("ab" * 16, layers, block_tokens=48)  # slices of 1.5 and 12 sectors
     shape = ExtentShape(layout)

@@ -35,8 +35,8 @@ from tests.kvd.core.turns import (
 from tests.property.cache_world import CacheWorld
 
 
-def restarted(num_blocks: int = 1, *, on_ssd: bool = True, **limits) -> CacheWorld:
-    """A new kvd on the arena of an earlier one, which held one session."""
+def restart_on_arena(num_blocks: int = 1, *, on_ssd: bool = True, **limits) -> CacheWorld:
+    """Start a new kvd on the arena of an earlier one, which held one session."""
     world = new_world(**limits)
     store(world, A, (ONES + TWOS + THREES * 6)[: 4 * num_blocks], settle=on_ssd)
     world.commit(len(world.index.uncommitted))
@@ -44,9 +44,9 @@ def restarted(num_blocks: int = 1, *, on_ssd: bool = True, **limits) -> CacheWor
     return world
 
 
-def test_adopted_blocks_are_a_hit_once_verified():
-    """What was in DRAM before a kill is in DRAM after it."""
-    world = restarted(num_blocks=2)
+def test_adopted_blocks_are_hits_once_verified():
+    """Blocks in DRAM before a kill are in DRAM after it."""
+    world = restart_on_arena(num_blocks=2)
     assert tiers_of(world, A) == ["DS", "DS"]
     assert world.engine.inspection.stats().num_unverified == 2
     world.quiesce()
@@ -55,9 +55,9 @@ def test_adopted_blocks_are_a_hit_once_verified():
     assert (counter(world, "adopted_blocks"), counter(world, "verified_blocks")) == (2, 2)
 
 
-def test_a_load_does_not_wait_for_the_background():
-    """A block nobody has verified yet is verified for the load, urgently."""
-    world = restarted(num_blocks=MAX_BACKGROUND + 2)
+def test_a_load_does_not_wait_for_background_verification():
+    """A block that is not verified yet is verified for the load, urgently."""
+    world = restart_on_arena(num_blocks=MAX_BACKGROUND + 2)
     tokens = ONES + TWOS + THREES * MAX_BACKGROUND
     assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
     answer = prepare_load(world, A, tokens)
@@ -69,9 +69,9 @@ def test_a_load_does_not_wait_for_the_background():
     assert world.engine.loads.settle(answer.lease_id).end_token == len(tokens)
 
 
-def test_dirty_adopted_blocks_are_written_after_their_verification():
-    """What the killed kvd had not written yet survives, in DRAM, and is written now."""
-    world = restarted(on_ssd=False)
+def test_dirty_adopted_blocks_are_written_after_verification():
+    """Blocks that the killed kvd had not written survive in DRAM, and are written now."""
+    world = restart_on_arena(on_ssd=False)
     assert tiers_of(world, A) == ["D"]
     assert not world.io_of(WriteBlock)
     world.finish_all(VerifySlot)
@@ -82,7 +82,7 @@ def test_dirty_adopted_blocks_are_written_after_their_verification():
 
 def test_an_adopted_block_with_wrong_bytes_is_read_from_ssd():
     """The load stays pending, on the same slot, and is answered with the right bytes."""
-    world = restarted()
+    world = restart_on_arena()
     answer = prepare_load(world, A, ONES)
     world.damage_slot(answer.spans[0].slot_id)
     world.finish_all(VerifySlot)
@@ -94,18 +94,18 @@ def test_an_adopted_block_with_wrong_bytes_is_read_from_ssd():
     assert counter(world, "blocks_corrupt_dram") == 1
 
 
-def test_wrong_bytes_that_nobody_waits_for_are_dropped():
+def test_corrupt_adopted_blocks_without_a_waiting_load_are_dropped():
     """The copy on SSD remains; the next load reads it."""
-    world = restarted()
+    world = restart_on_arena()
     world.damage_slot(world.engine.inspection.describe(A).blocks[0].slot_id)
     world.finish_all(VerifySlot)
     assert tiers_of(world, A) == ["S"]
     assert load(world, A, ONES).end_token == 4
 
 
-def test_wrong_bytes_without_another_copy_are_a_miss():
-    """The session is cut at the block, and the load that waits for it too."""
-    world = restarted(num_blocks=2, on_ssd=False)
+def test_corrupt_adopted_blocks_without_another_copy_are_misses():
+    """The session is cut at the block, and so is the load that waits for it."""
+    world = restart_on_arena(num_blocks=2, on_ssd=False)
     answer = prepare_load(world, A, ONES + TWOS)
     world.damage_slot(answer.spans[1].slot_id)
     world.finish_all(VerifySlot)
@@ -113,9 +113,9 @@ def test_wrong_bytes_without_another_copy_are_a_miss():
     assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
 
 
-def test_a_verification_that_cannot_be_made_says_nothing():
-    """The load is cut, the block stays unverified, and it is tried again a little later."""
-    world = restarted()
+def test_a_failed_verification_says_nothing():
+    """The load is cut, the block stays unverified, and is tried again a little later."""
+    world = restart_on_arena()
     answer = prepare_load(world, A, ONES)
     world.finish_all(VerifySlot, IoOutcome.TRANSIENT)
     assert world.engine.loads.settle(answer.lease_id).miss_reason == "read_error"
@@ -129,8 +129,8 @@ def test_a_verification_that_cannot_be_made_says_nothing():
     assert world.engine.next_deadline_ns() is None
 
 
-def test_what_was_not_hashed_is_not_adopted():
-    """Nobody could tell whether its bytes are right."""
+def test_unhashed_blocks_are_not_adopted():
+    """Nothing could tell whether their bytes are right."""
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
     assert world.io_of(HashSlot)
@@ -142,8 +142,8 @@ def test_what_was_not_hashed_is_not_adopted():
     assert world.engine.inspection.stats().tiers[0].used_bytes == 0
 
 
-def test_adopted_blocks_of_no_session_are_forgotten():
-    """The index knows nothing of the session yet: its slots are free, in the journal too."""
+def test_adopted_blocks_without_a_session_are_dropped():
+    """The index does not have the session yet: its slots are freed, in the journal too."""
     world = new_world()
     store(world, A, ONES, settle=False)
     assert world.journal
@@ -152,9 +152,9 @@ def test_adopted_blocks_of_no_session_are_forgotten():
     assert not world.journal
 
 
-def test_unverified_blocks_are_evicted_as_others_are():
+def test_unverified_blocks_are_evicted_like_others():
     """A clean one is no reason to wait: its copy on SSD is as good."""
-    world = restarted(num_blocks=MAX_BACKGROUND + 1, num_slots=MAX_BACKGROUND + 1)
+    world = restart_on_arena(num_blocks=MAX_BACKGROUND + 1, num_slots=MAX_BACKGROUND + 1)
     assert len(prepare_store(world, B, [7] * 4).blocks) == 1
     world.quiesce()
 
@@ -174,8 +174,8 @@ GOOD = CommittedSlot(3, b"k" * 16, 4, bytes(16), bytes(8))
         (0, replace(GOOD, key=b"k")),
     ],
 )
-def test_a_slot_whose_record_cannot_be_is_free(slot_id, record):
-    """Out of the arena, or of sizes that no block here has."""
+def test_a_slot_with_an_impossible_record_is_free(slot_id, record):
+    """It is outside the arena, or has sizes that no block here has."""
     world = new_world(num_slots=2)
     world.journal = {slot_id: record}
     world.start(keep_dram=True)
@@ -198,7 +198,7 @@ def test_two_records_of_one_slot_or_block_count_once():
 
 
 def test_verify_on_load_verifies_live_hits():
-    """Each load of a block at rest is pending on a verification."""
+    """Each load of an idle block waits for a verification."""
     world = new_world(verify_on_load=True)
     store(world, A, ONES)
     first = prepare_load(world, A, ONES)
@@ -208,8 +208,8 @@ def test_verify_on_load_verifies_live_hits():
     assert world.engine.loads.settle(first.lease_id).lookup is Lookup.HIT
 
 
-def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
-    """The later load gets the right bytes from SSD; what the earlier one copied must not count."""
+def test_readers_of_a_copy_that_a_later_load_finds_corrupt_lose_their_leases():
+    """The later load gets the right bytes from SSD; the copied ones must not count."""
     world = new_world(verify_on_load=True)
     store(world, A, ONES)
     first = prepare_load(world, A, ONES)
@@ -223,7 +223,7 @@ def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
 
 
 def test_verify_on_load_finds_wrong_bytes():
-    """The right ones are read from SSD; a failed verification changes nothing."""
+    """The right ones are read from SSD; a verification that fails changes nothing."""
     world = new_world(verify_on_load=True)
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
@@ -247,9 +247,9 @@ def test_a_block_that_waits_to_be_written_is_verified_first():
     assert tiers_of(world, A) == ["DS", "DS"]
 
 
-def test_all_that_was_adopted_is_verified_in_the_background():
-    """One after the other: the next begins when one is done, whether or not it is loaded."""
-    world = restarted(num_blocks=MAX_BACKGROUND + 2)
+def test_all_adopted_blocks_are_verified_in_the_background():
+    """One after another, whether or not they are loaded."""
+    world = restart_on_arena(num_blocks=MAX_BACKGROUND + 2)
     assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
     world.finish_io(min(world.io))
     assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
@@ -257,8 +257,8 @@ def test_all_that_was_adopted_is_verified_in_the_background():
     assert world.engine.inspection.stats().num_unverified == 0
 
 
-def test_what_is_warm_is_verified_first():
-    """Its turn is the likelier to come soon."""
+def test_warm_blocks_are_verified_first():
+    """Their turns are more likely to come soon."""
     world = new_world(num_slots=2 * MAX_BACKGROUND)
     for key, token in ((A, 1), (B, 2)):
         world.now_ns += 1

@@ -12,7 +12,7 @@ from tests.kvd.core.turns import (
     C,
     load,
     new_world,
-    restarted,
+    restart_committed,
     store,
     tiers_of,
 )
@@ -20,7 +20,7 @@ from tests.property.cache_world import LAYOUT
 
 
 def test_pins_and_quotas_survive():
-    """Kind of pin, order of ended sessions, what a tenant is charged for."""
+    """The kind of pin, the order of ended sessions, and a tenant's charges."""
     limits = TenantLimits(quota_bytes=4 * LAYOUT.block_bytes)
     world = new_world(tenant_limits=lambda _: limits)
     store(world, A, ONES)
@@ -57,20 +57,20 @@ def test_order_of_last_access_survives():
     assert tiers_of(world, A) == ["S"]
 
 
-def test_pins_of_either_kind_are_counted_after_a_start():
+def test_pins_of_both_kinds_are_counted_after_a_start():
     """A hard-pinned session is no victim; a soft-pinned one is the last."""
     world = new_world()
     for key, pin in ((A, Pin.SOFT), (B, Pin.HARD), (C, Pin.NONE)):
         store(world, key, ONES)
         world.engine.sessions.pin(key, pin)
-    engine = restarted(world)
+    engine = restart_committed(world)
     stats = engine.inspection.stats()
     assert (stats.num_soft_pins, stats.num_hard_pins) == (1, 1)
     assert list(engine._state.policy.victims(None, world.now_ns)) == [C, A]
 
 
-def test_orders_of_tenants_with_a_quota_survive():
-    """By last use, ended sessions before, soft-pinned ones behind, hard-pinned ones not at all."""
+def test_the_orders_of_tenants_with_a_quota_survive():
+    """By last use, ended sessions first, soft-pinned ones last, hard-pinned ones not at all."""
     quota = TenantLimits(quota_bytes=1 << 30)
     world = new_world(tenant_limits=lambda _: quota)
     keys = [A._replace(session_id=name) for name in "abcde"]
@@ -80,14 +80,14 @@ def test_orders_of_tenants_with_a_quota_survive():
     world.engine.sessions.pin(keys[0], Pin.SOFT)
     world.engine.sessions.pin(keys[1], Pin.HARD)
     world.engine.sessions.end(keys[3])
-    engine = restarted(world)
+    engine = restart_committed(world)
     order = engine._state.tenants.order_of(A.tenant)
     assert list(order) == [keys[3], keys[2], keys[4], keys[0]]
     assert list(engine._state.policy.victims(None, world.now_ns)) == list(order)
 
 
 def test_deadlines_survive():
-    """A session's own TTL, its tenant's, the default; never is never, and a pin stops the clock."""
+    """A session's own TTL, its tenant's, the default, or none; a pin stops the clock."""
     tenants = {OTHER_TENANT.tenant: TenantLimits(ttl_ns=50)}
     world = new_world(
         default_ttl_ns=100, tenant_limits=lambda tenant: tenants.get(tenant, TenantLimits())
@@ -97,19 +97,19 @@ def test_deadlines_survive():
     world.engine.sessions.set_ttl(A, 20)
     world.engine.sessions.set_ttl(B, TTL_NEVER_NS)
     for elapsed_ns, gone in ((20, A), (30, OTHER_TENANT), (50, C)):
-        engine = restarted(world)
+        engine = restart_committed(world)
         assert engine.next_deadline_ns() == world.now_ns + elapsed_ns
         world.now_ns += elapsed_ns
         world.engine.expire()
         assert world.engine.inspection.info(gone) is None
-    assert restarted(world).next_deadline_ns() is None
+    assert restart_committed(world).next_deadline_ns() is None
     assert world.engine.inspection.keys() == [B]
 
 
 def test_the_mean_size_of_a_session_is_known_after_a_start():
-    """From what was stored: the queue's windows are of sessions of this size."""
+    """The windows of the queue are based on it."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     store(world, B, [7] * 4)
-    mean_bytes = restarted(world).inspection.queue_stats().mean_session_bytes
+    mean_bytes = restart_committed(world).inspection.queue_stats().mean_session_bytes
     assert mean_bytes == 2 * world.engine.layout.block_bytes

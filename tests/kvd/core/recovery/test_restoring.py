@@ -1,4 +1,4 @@
-"""Recovery from the index, whatever it says."""
+"""Recovery from the index, whatever its contents."""
 
 import dataclasses
 import gc
@@ -48,7 +48,7 @@ from tests.kvd.core.turns import (
     infos,
     load,
     new_world,
-    restarted,
+    restart_committed,
     store,
     tiers_of,
 )
@@ -56,7 +56,7 @@ from tests.property.cache_world import LAYOUT, salt_of, to_bytes
 
 
 def test_every_stored_session_survives_a_restart():
-    """Spans, TTL, pin, end and last access come back; loads read from SSD."""
+    """Spans, TTL, pin, end and last access are restored; loads read from SSD."""
     world = new_world(default_ttl_ns=10**12)
     store(world, A, [*ONES, 2])
     store(world, B, TWOS)
@@ -74,7 +74,7 @@ def test_every_stored_session_survives_a_restart():
 
 
 def test_unwritten_blocks_cut_their_session():
-    """A session is restored up to the first block that is not on SSD; the rest is unlisted."""
+    """A session is restored up to the first block that is not on SSD; the rest is dropped."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES, settle=False)
     first, second, third = sorted(world.io)
@@ -100,8 +100,8 @@ def test_a_session_without_any_block_is_removed():
     assert A not in world.index.sessions
 
 
-def test_rows_that_cannot_be_are_removed():
-    """Extents outside the tier or named twice, blocks of no size, spans outside their block."""
+def test_impossible_rows_are_removed():
+    """Extents outside the tier or named twice, blocks without a size, spans outside their block."""
     world = new_world()
     for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
         store(world, key, tokens)
@@ -134,8 +134,8 @@ def test_rows_that_cannot_be_are_removed():
 
 
 @pytest.mark.parametrize("packs_sessions", [True, False])
-def test_blocks_that_sessions_share_are_in_memory_once(packs_sessions):
-    """What is private is packed behind it; either way the session says the same of itself."""
+def test_shared_blocks_are_in_memory_once(packs_sessions):
+    """Private blocks are packed behind them; the session's description is the same either way."""
     world = new_world(packs_sessions=packs_sessions)
     store(world, A, ONES + TWOS + THREES)
     store(world, B, ONES + THREES)
@@ -150,7 +150,7 @@ def test_blocks_that_sessions_share_are_in_memory_once(packs_sessions):
 
 
 def test_a_session_with_a_discard_is_packed_too():
-    """It is found by its own spans and, where its blocks are still plain, along the chain."""
+    """It is found by its own spans and, where its blocks are plain, along the chain."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     tokens = ONES + TWOS[:2] + THREES
@@ -164,8 +164,8 @@ def test_a_session_with_a_discard_is_packed_too():
     assert load(world, A, tokens).end_token == 10
 
 
-def test_rows_are_damaged_in_any_way():
-    """Cut or changed bytes of a row cost spans, never the start; what is left is put again."""
+def test_rows_may_be_damaged_in_any_way():
+    """Cut or changed bytes of a row cost spans, never the start; the rest is written again."""
     world = new_world()
     store(world, A, ONES + TWOS)
     record = world.index.sessions[A]
@@ -189,8 +189,8 @@ def test_rows_are_damaged_in_any_way():
         assert len(puts) == 1, "the row is written anew"
 
 
-def test_two_blocks_of_one_key_or_half_a_key():
-    """A row that another one repeats is ignored; of two keys with equal halves one is dropped."""
+def test_two_blocks_with_one_key_or_half_a_key():
+    """A row that repeats another is ignored; of two keys with equal halves one is dropped."""
     keys = [b"a" * 16, b"a" * 16, b"a" * 8 + b"b" * 8]
     spans = pack_spans([plain_span(keys[0], 4), plain_span(keys[2], 4)])
     rows = IndexEntries(
@@ -204,8 +204,8 @@ def test_two_blocks_of_one_key_or_half_a_key():
     assert dropped == [keys[2]]
 
 
-def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
-    """If they name different sizes the row counts, because its extent says what it holds."""
+def test_a_block_in_dram_is_adopted_only_if_its_row_agrees():
+    """If they have different sizes the row counts, because its extent has its data."""
     world = new_world()
     store(world, A, ONES)
     (record,) = world.journal.values()
@@ -220,7 +220,7 @@ def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_of_half_equal_keys_the_one_on_ssd_is_found(num_tokens):
-    """The block in DRAM is given up, be it as long as the other or not."""
+    """The block in DRAM is dropped, whether its length is equal or not."""
     checksums = bytes(8 * len(LAYOUT.layers))
     block = CommittedSlot(1, b"a" * 8 + b"b" * 8, num_tokens, bytes(4 * num_tokens), checksums)
     adopted = AdoptedSlot(1, block)
@@ -234,7 +234,7 @@ def test_of_half_equal_keys_the_one_on_ssd_is_found(num_tokens):
 
 
 def test_thousands_of_sessions_are_restored():
-    """Private, shared, cut and discarded ones: each is what a start without packing makes of it."""
+    """Private, shared, cut and discarded ones: each equals its restoration without packing."""
     random = Random(7)  # noqa: S311
     keys: list[bytes] = []
     sessions = []
@@ -270,8 +270,8 @@ def test_thousands_of_sessions_are_restored():
     assert len(packed._state.blocks) < len(plain._state.blocks) / 20
 
 
-def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
-    """Whatever the parts: sessions are the same, coldest first, and rank no session by itself."""
+def test_a_start_frees_the_columns_and_joins_spans_in_steps(monkeypatch):
+    """With any steps: sessions are the same, coldest first, and none is ranked individually."""
     monkeypatch.setattr(restoring, "MADE_AT_ONCE", 3)
     monkeypatch.setattr(entry_join, "JOINED_BYTES", 5 * PLAIN_SPAN_BYTES)
     keys = [bytes([number]) * 16 for number in range(1, 31)]
@@ -303,12 +303,12 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
     engine.check()
 
 
-def test_a_start_holds_little_more_than_it_keeps(monkeypatch):
-    """Sessions are made when the columns that they are made of are gone: they are as large."""
+def test_a_start_needs_little_more_memory_than_it_keeps(monkeypatch):
+    """The columns, which are as large, are freed before sessions are made."""
     num_sessions, blocks_each = 4_000, 8
     monkeypatch.setattr(restoring, "MADE_AT_ONCE", num_sessions // 50)
     monkeypatch.setattr(entry_join, "JOINED_BYTES", num_sessions * PLAIN_SPAN_BYTES // 50)
-    gc.freeze()  # no pass frees what it has not made
+    gc.freeze()  # no garbage collection frees what was allocated before
     tracemalloc.start()
     try:
         engine = CacheEngine(LAYOUT, Limits(0, num_sessions * blocks_each), salt_of)
@@ -322,7 +322,7 @@ def test_a_start_holds_little_more_than_it_keeps(monkeypatch):
 
 
 def large_index(num_sessions, blocks_each):
-    """Make the entries of sessions alike; those of sessions are made as they are read."""
+    """Make entries of equal sessions; those of sessions are made as they are read."""
     num_blocks = num_sessions * blocks_each
     keys = Random(7).randbytes(16 * num_blocks)  # noqa: S311
 
@@ -338,7 +338,7 @@ def large_index(num_sessions, blocks_each):
 
 
 def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
-    """max_sessions holds after a restart with a smaller bound, too."""
+    """max_sessions applies after a restart with a smaller bound, too."""
     world = new_world()
     for key, tokens in ((A, ONES), (B, TWOS)):
         world.now_ns += 1
@@ -401,11 +401,11 @@ def test_a_start_says_what_it_found():
     assert restored == Emit(RESTORED, None, fields)
 
 
-def test_a_row_that_changes_nothing_is_not_written_again():
-    """What the index says of a session that is whole stays as it is."""
+def test_an_unchanged_row_is_not_written_again():
+    """The row of a complete session stays as it is."""
     world = new_world()
     store(world, A, ONES + TWOS)
-    restarted(world)
+    restart_committed(world)
     assert not world.index.uncommitted
     world.engine.sessions.flush(A, dry_run=False)
     world.pump()
@@ -416,7 +416,7 @@ def test_a_row_that_changes_nothing_is_not_written_again():
     ]
 
 
-def test_a_row_that_cannot_be_is_no_reason_to_doubt_what_dram_holds():
+def test_an_impossible_row_does_not_affect_a_block_in_dram():
     """The block is used from there, and gets another place on SSD."""
     world = new_world()
     store(world, A, ONES)

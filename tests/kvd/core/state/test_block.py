@@ -1,4 +1,4 @@
-"""What the performer does with a block: one operation at a time."""
+"""The operations on a block: one at a time."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kvd.core.state.block import Block, BlockIndex, BlockIo
 
 
 def test_one_operation_at_a_time_moves_a_block():
-    """Another one cannot begin meanwhile, and only what has begun can end."""
+    """Another one cannot begin meanwhile, and only an operation that has begun can end."""
     block = Block(b"key", 1)
     block.move("hash")
     for event in ("hash", "write", "write_done"):
@@ -17,8 +17,8 @@ def test_one_operation_at_a_time_moves_a_block():
     assert block.io is BlockIo.IDLE
 
 
-def test_blocks_are_counted_where_they_are():
-    """In DRAM or on SSD, dirty, not hashed or not verified, whichever place they take first."""
+def test_blocks_are_counted_by_place():
+    """In DRAM or on SSD, dirty, not hashed or not verified, in whichever place they come first."""
     blocks = BlockIndex()
     block = Block(b"key", 1)
 
@@ -39,8 +39,8 @@ def test_blocks_are_counted_where_they_are():
     assert (blocks.leave_dram(block), counts()) == (3, (0, 1, 0, 0, 0))
 
 
-def test_a_block_is_counted_where_it_lies():
-    """Be it taken in with its slot, or given one later: neither once too often nor too rarely."""
+def test_a_block_is_counted_exactly_once_per_tier():
+    """Whether it is added with its slot, or gets one later."""
     index = BlockIndex()
     index.add(Block(b"filled", 1, slot_id=0, generation=1))
     later = Block(b"later", 1)

@@ -1,4 +1,4 @@
-"""Who uses a block, and who answers for it: at a cost that does not grow with its users."""
+"""The users of a block, and those that answer for it, at a cost independent of their number."""
 
 import pytest
 
@@ -24,11 +24,11 @@ from tests.property.cache_world import to_bytes
 
 PROMPT = [number for block in range(4) for number in [100 + block] * 4]
 PROMPT_BLOCKS = 4
-FEW, MANY = 16, 64  # sessions; more take long, because everything is checked after each call
+FEW, MANY = 16, 64  # sessions; more take long, because all invariants are checked after each call
 
 
 class CountedKey(SessionKey):
-    """A session's key that counts how often any table, set or order was asked for one."""
+    """A session's key that counts its look-ups in tables, sets and orders."""
 
     num_looks = 0
 
@@ -42,7 +42,7 @@ def _key(number: int) -> CountedKey:
 
 
 def _with_conversations(num_sessions: int, num_slots: int):
-    """A world in which conversations share a prompt, and have a block of their own each."""
+    """Make a world in which conversations share a prompt, and have one own block each."""
     world = new_world(num_slots, num_extents=1 << 12)
     for number in range(num_sessions):
         store(world, _key(number), PROMPT + [1000 + number] * 4)
@@ -56,8 +56,8 @@ def _num_looks(step) -> int:
 
 
 @pytest.mark.parametrize("how", ["flushed", "ended"])
-def test_evicting_costs_the_same_however_many_share_a_block(how):
-    """Also when the session that used the shared blocks last is gone, or the first to go."""
+def test_the_cost_of_evicting_does_not_grow_with_the_users_of_a_block(how):
+    """Also when the last user of the shared blocks is gone, or goes first."""
 
     def looks_per_block(num_sessions: int) -> float:
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
@@ -74,7 +74,7 @@ def test_evicting_costs_the_same_however_many_share_a_block(how):
     assert looks_per_block(MANY) <= 1.5 * looks_per_block(FEW)
 
 
-def test_room_on_ssd_is_made_at_the_same_cost():
+def test_room_on_ssd_costs_the_same():
     """Victims there share their prompt, too."""
 
     def looks_per_block(num_sessions: int) -> float:
@@ -87,7 +87,7 @@ def test_room_on_ssd_is_made_at_the_same_cost():
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_flushing_costs_the_same_for_each_session(dry_run):
+def test_the_cost_of_flushing_a_session_is_constant(dry_run):
     """Sessions that share all but one block go one after the other."""
 
     def looks_per_session(num_sessions: int) -> float:
@@ -99,8 +99,8 @@ def test_flushing_costs_the_same_for_each_session(dry_run):
     assert looks_per_session(MANY) <= 1.5 * looks_per_session(FEW)
 
 
-def test_flushing_one_of_many_does_not_look_at_the_others():
-    """What only it uses is known without asking whose the rest is."""
+def test_flushing_one_of_many_does_not_examine_the_others():
+    """Its private blocks are known without listing the users of the others."""
 
     def looks(num_sessions: int) -> int:
         world = _with_conversations(num_sessions, num_sessions + PROMPT_BLOCKS)
@@ -109,7 +109,7 @@ def test_flushing_one_of_many_does_not_look_at_the_others():
     assert looks(MANY) == looks(FEW)
 
 
-def test_the_users_of_a_block_answer_where_they_rank():
+def test_users_answer_for_a_block_where_they_have_a_rank():
     """They begin and cease to with their places in the orders, and with hard pins."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
@@ -125,7 +125,7 @@ def test_the_users_of_a_block_answer_where_they_rank():
 
 
 def test_a_hard_pinned_user_keeps_a_shared_block():
-    """A session that is not pinned comes and goes; the block it shares stays in DRAM."""
+    """An unpinned session comes and goes; the shared block stays in DRAM."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     world.engine.sessions.pin(A, Pin.HARD)
@@ -134,8 +134,8 @@ def test_a_hard_pinned_user_keeps_a_shared_block():
     assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]
 
 
-def test_a_block_outlives_its_last_user_with_another():
-    """Whoever used it last is gone: the newest of the others is taken for it."""
+def test_a_block_survives_its_last_user_with_another():
+    """The session that used it last is gone: the newest of the others takes its place."""
     world = new_world()
     for key in (A, B, C):
         store(world, key, ONES)
@@ -146,8 +146,8 @@ def test_a_block_outlives_its_last_user_with_another():
     assert block.last_user == C
 
 
-def test_the_newest_user_is_found_however_many_left():
-    """Others keep their order, and come after it when they come back."""
+def test_the_newest_user_is_found_after_others_left():
+    """Others keep their order, and come after it when they return."""
     block = Block(b"k" * 16, 4)
     keys = [_key(number) for number in range(100)]
     block.users.update(dict.fromkeys(keys))
@@ -159,7 +159,7 @@ def test_the_newest_user_is_found_however_many_left():
 
 
 def test_a_session_that_loses_several_blocks_at_once_is_cut_once():
-    """However many blocks it gives up, its spans are cut in one go, and one event says so."""
+    """However many blocks it gives up, its spans are cut once, and one event reports it."""
     world = new_world(num_slots=6, num_extents=0)
     store(world, A, [token for number in range(5) for token in [number] * 4])
     store(world, B, [8] * 4 + [9] * 12)
@@ -169,8 +169,8 @@ def test_a_session_that_loses_several_blocks_at_once_is_cut_once():
     assert tiers_of(world, A) == ["D", "D"]
 
 
-def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
-    """Its session had nothing there any more; it answers for the block without a use of it."""
+def test_a_block_written_late_is_evicted_in_its_sessions_turn():
+    """Its session had no blocks on SSD; it answers for the block without using it."""
     world = new_world(num_extents=1)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -183,8 +183,8 @@ def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
     assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
 
 
-def test_who_did_not_answer_does_when_the_others_are_gone():
-    """In each tier where the block is: else nobody could be asked to give it up."""
+def test_other_users_answer_when_the_answering_ones_are_gone():
+    """In each tier of the block: otherwise no session could be asked to give it up."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, ONES)

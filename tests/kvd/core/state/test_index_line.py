@@ -25,7 +25,7 @@ def _kinds(actions) -> list[str]:
 
 
 def test_a_session_keeps_its_place_however_often_it_changes():
-    """Its row is handed out once, as it is then, where its first change was."""
+    """Its row is written once, with its present contents, at the place of its first change."""
     session = Session(A, 7)
     line = IndexLine({A: session})
     line.put_session(A)
@@ -39,7 +39,7 @@ def test_a_session_keeps_its_place_however_often_it_changes():
 
 
 def test_a_session_may_ask_for_a_place_behind_blocks():
-    """What names new blocks in place of old ones comes after their rows, and before what waits."""
+    """A row that replaces blocks by new ones comes after their rows, and before all others."""
     line = IndexLine({A: Session(A, 7)})
     line.put_session(A)
     line.add(_block(1))
@@ -48,8 +48,8 @@ def test_a_session_may_ask_for_a_place_behind_blocks():
     assert _kinds(line.take()) == ["PutBlock", "PutSession", "CommitIndex"]
 
 
-def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
-    """Unless the session's row is written anyhow, which has the time, too."""
+def test_a_use_is_written_last_and_as_its_time_only():
+    """Unless the session's row is written anyway, which has the time, too."""
     line = IndexLine({key: Session(key, 7) for key in KEYS})
     for key in (A, A, B):
         line.put_use(key)
@@ -62,7 +62,7 @@ def test_a_use_is_written_behind_everything_else_and_by_its_time_alone():
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
-def test_a_session_that_is_gone_is_removed_if_the_index_may_have_it(is_indexed):
+def test_a_dropped_session_is_removed_if_the_index_may_have_it(is_indexed):
     """One that came and went while the index took nothing leaves nothing behind."""
     line = IndexLine({})
     line.put_session(A)
@@ -71,7 +71,7 @@ def test_a_session_that_is_gone_is_removed_if_the_index_may_have_it(is_indexed):
     assert line.take() == ([DropSession(A)] if is_indexed else [])
 
 
-def test_a_session_that_comes_back_is_still_removed_when_it_goes_again():
+def test_a_session_that_returns_is_still_removed_when_it_is_dropped():
     """The index has the row of the first one, whatever became of the second."""
     line = IndexLine({})
     line.drop_session(A, is_indexed=True)
@@ -83,8 +83,8 @@ def test_a_session_that_comes_back_is_still_removed_when_it_goes_again():
     assert line.take() == []
 
 
-def test_what_is_handed_out_is_bounded_into_bytes():
-    """The last row may go beyond; what does not fit waits for the next time, in order."""
+def test_the_bytes_handed_out_at_a_time_are_bounded():
+    """The last row may exceed the bound; the others wait for the next time, in order."""
     line = IndexLine({key: Session(key, 7) for key in KEYS})
     for number in range(5):
         line.add(_block(number))
@@ -103,8 +103,8 @@ def test_what_is_handed_out_is_bounded_into_bytes():
 # -------------------------------------------------------------------------------------- the engine
 
 
-def test_a_mere_load_writes_no_spans():
-    """Only when the session was last used; a store that finds everything stored does the same."""
+def test_a_load_writes_no_spans():
+    """Only the time of the last use; so does a store that finds everything stored."""
     world = new_world()
     store(world, A, ONES + TWOS)
     world.now_ns += 5
@@ -118,8 +118,8 @@ def test_a_mere_load_writes_no_spans():
     assert world.index.sessions[A].last_access_ns == world.now_ns
 
 
-def test_the_last_use_is_found_by_the_next_kvd():
-    """A session that was only loaded since is the warmer one after a restart."""
+def test_the_last_use_survives_a_restart():
+    """A session that was only loaded since is the warmer one after it."""
     world = new_world(num_slots=4, num_extents=4)
     for key, tokens in ((A, ONES), (B, TWOS)):
         world.now_ns += 5
@@ -132,13 +132,13 @@ def test_the_last_use_is_found_by_the_next_kvd():
 
 
 def _num_waiting(world):
-    """Rows that the index has not been given, and uses of sessions beside them."""
+    """Return how many rows and uses wait for the index."""
     index_line = world.engine.index_line
     return len(index_line), index_line.num_uses
 
 
-def test_what_waits_does_not_grow_with_changes():
-    """An index that took nothing gets each session once, and as it is when it takes again."""
+def test_waiting_rows_do_not_grow_with_changes():
+    """An index that took nothing gets each session once, with its contents at that time."""
     world = new_world(num_slots=64)
     store(world, A, ONES)
     world.row_bytes = 0
@@ -153,8 +153,8 @@ def test_what_waits_does_not_grow_with_changes():
     assert world.index.sessions[A].ttl_ns == 20
 
 
-def test_sessions_that_come_and_go_meanwhile_leave_nothing():
-    """However many: only what the index knows of is remembered."""
+def test_sessions_that_come_and_go_while_the_index_is_behind_leave_nothing():
+    """However many: only those that the index has are remembered."""
     world = new_world(num_extents=0)
     store(world, A, ONES)
     world.row_bytes = 0
@@ -167,8 +167,8 @@ def test_sessions_that_come_and_go_meanwhile_leave_nothing():
     assert _num_waiting(world) == (1, 0)
 
 
-def test_nothing_is_written_while_the_index_is_far_behind(monkeypatch):
-    """Blocks stay in DRAM; once the index has taken its rows they are written, by themselves."""
+def test_no_block_is_written_while_the_index_is_far_behind(monkeypatch):
+    """Blocks stay in DRAM; once the index has taken its rows they are written automatically."""
     monkeypatch.setattr(writing, "MOST_ENTRIES_WAITING", 2)
     world = new_world()
     world.row_bytes = 0
@@ -185,7 +185,7 @@ def test_nothing_is_written_while_the_index_is_far_behind(monkeypatch):
 
 
 def test_uncommitted_blocks_are_known():
-    """A block whose row waits is one that the next kvd would not find."""
+    """A block whose row waits would not be found by the next kvd."""
     world = new_world()
     world.row_bytes = 0
     store(world, A, ONES + TWOS, settle=False)
@@ -197,7 +197,7 @@ def test_uncommitted_blocks_are_known():
 
 
 def test_a_truncated_session_survives_an_index_that_is_behind():
-    """Its new row comes before the removal of what it lost, wherever kvd is killed in between."""
+    """Its new row comes before the removal of dropped blocks, wherever kvd is killed in between."""
     for num_rows in range(8):
         world = new_world()
         store(world, A, ONES + TWOS + THREES)

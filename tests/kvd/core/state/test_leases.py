@@ -1,4 +1,4 @@
-"""Who holds what: connections that end, engines that come back, slots that stay quarantined."""
+"""Leases: connections that end, engines that come back, slots that stay quarantined."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_leases_are_listed():
 
 
 def test_a_detached_engine_keeps_the_slots_it_may_be_writing():
-    """Its loads end, its stores become orphans; nobody else gets their slots."""
+    """Its loads end, its stores become orphans; their slots are not reused."""
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS)
@@ -60,7 +60,7 @@ def test_a_detached_engine_keeps_the_slots_it_may_be_writing():
 
 
 def test_an_engine_that_comes_back_completes_its_store():
-    """The lease passes to its new id; what it does not name is released."""
+    """The lease gets its new id; leases that it does not name are released."""
     world = new_world()
     kept, dropped = prepare_store(world, A, ONES), prepare_store(world, B, TWOS)
     world.engine.engines.detach(ENGINE_ID)
@@ -95,8 +95,8 @@ def test_a_dead_orphan_is_released():
     assert names[-2:] == ["owner_detached", "owner_gone"]
 
 
-def test_an_engine_may_come_back_before_its_old_connection_is_missed():
-    """Without a detach in between, its loads end as well."""
+def test_an_engine_may_come_back_before_its_old_connection_has_ended():
+    """There was no detach; its loads end as well."""
     world = new_world()
     store(world, A, ONES)
     loading = prepare_load(world, A, ONES)
@@ -107,8 +107,8 @@ def test_an_engine_may_come_back_before_its_old_connection_is_missed():
     assert world.engine.inspection.stats().num_leases == 0
 
 
-def test_slots_that_an_earlier_kvd_granted_stay_their_writers():
-    """The engine lives: its slots are nobody else's until it completes, which fails."""
+def test_slots_granted_by_an_earlier_kvd_stay_with_their_writers():
+    """The engine lives: they are not reused until it completes, which fails."""
     world = new_world(num_slots=3, num_extents=0)
     answer = prepare_store(world, A, ONES + TWOS)
     world.start(keep_dram=True, alive={ENGINE_ID})
@@ -137,7 +137,7 @@ def test_lease_ids_are_never_used_twice():
 
 
 def test_a_dead_writer_is_not_restored():
-    """Whoever is gone writes nothing: its slots are free at once."""
+    """A process that is gone writes nothing: its slots are free at once."""
     world = new_world(num_slots=1)
     prepare_store(world, A, ONES)
     world.start(keep_dram=True)
@@ -145,8 +145,8 @@ def test_a_dead_writer_is_not_restored():
     assert len(prepare_store(world, A, ONES).blocks) == 1
 
 
-def test_a_load_is_its_engines_to_end():
-    """Another engine that names its lease ends nothing: the slots stay with their engine."""
+def test_a_load_can_be_ended_by_its_engine_only():
+    """Another engine that names its lease ends nothing: the engine keeps the slots."""
     world = new_world(num_slots=1)
     store(world, A, ONES)
     answer = prepare_load(world, A, ONES)
@@ -162,7 +162,7 @@ def test_a_load_is_its_engines_to_end():
 
 
 def test_a_lease_ends_once():
-    """An orphan is its engine's again, or ends; what has ended is nobody's."""
+    """An orphan returns to its engine, or ends; an ended lease belongs to none."""
     lease = StoreLease(1, 2, SessionKey("t", "m", "s"))
     with pytest.raises(AssertionError):
         move(lease, "reattach")

@@ -22,17 +22,17 @@ from tests.kvd.core.turns import (
 
 
 def key_of(name: str) -> SessionKey:
-    """A session."""
+    """Return a session's key."""
     return SessionKey("default", "m", name)
 
 
 def values(histogram):
-    """Label → (how many, their sum)."""
+    """Return label → (count, sum)."""
     return {labels: (s.count, s.total) for labels, s in histogram.series.items()}
 
 
-def test_rest_and_regret():
-    """What rested before it went, and was gone before it was asked for, counts by tier, once."""
+def test_rest_before_and_absence_after_an_eviction():
+    """Both times are counted by tier, once."""
     histograms = CacheHistograms()
     histograms.on_evict(key_of("a"), Tier.DRAM, last_access_ns=0, now_ns=20 * NS_PER_S)
     histograms.on_evict(key_of("a"), Tier.SSD, last_access_ns=0, now_ns=30 * NS_PER_S)
@@ -43,7 +43,7 @@ def test_rest_and_regret():
     assert values(histograms.gone_before_asked_s) == {("ssd",): (1, 60.0)}
 
 
-def test_memory_is_bounded():
+def test_the_memory_of_evictions_is_bounded():
     """Only the sessions evicted last are remembered."""
     histograms = CacheHistograms()
     for index in range(MOST_EVICTED + 1):
@@ -54,8 +54,8 @@ def test_memory_is_bounded():
     assert histograms.gone_before_asked_s.series
 
 
-def test_room_is_told_of_once_to_who_asked():
-    """Nobody is woken who was not answered "wait"."""
+def test_waiting_stores_are_notified_of_room_once():
+    """Only those that were answered "wait"."""
     outbox = Outbox({})
     outbox.on_space_freed()
     assert outbox.drain() == []
@@ -65,7 +65,7 @@ def test_room_is_told_of_once_to_who_asked():
     assert outbox.drain() == [SpaceFreed()]
 
 
-def test_loads_and_stores_are_timed_from_the_grant_to_the_completion():
+def test_loads_and_stores_are_timed_from_grant_to_completion():
     """Whether they succeed or not."""
     world = new_world()
     histograms = world.engine.inspection.histograms
@@ -81,7 +81,7 @@ def test_loads_and_stores_are_timed_from_the_grant_to_the_completion():
 
 
 def test_misses_are_counted_by_their_reason():
-    """One for each load that gets nothing."""
+    """One for each load that finds nothing."""
     world = new_world()
     store(world, A, ONES)
     for key, tokens in ((B, THREES), (A, TWOS), (A, TWOS), (A, ONES)):
@@ -90,8 +90,8 @@ def test_misses_are_counted_by_their_reason():
     assert counts == {("unknown_session",): 1, ("tokens_differ",): 2}
 
 
-def test_how_long_a_session_rested_is_known_when_it_leaves_a_tier():
-    """Since its last use; and how long it was gone when it is asked for."""
+def test_the_rest_of_a_session_is_measured_when_it_leaves_a_tier():
+    """Since its last use; its absence is measured when it is requested."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     world.now_ns += 5 * NS_PER_S

@@ -1,4 +1,4 @@
-"""Idle sessions are kept as bytes, and nobody can tell but by the memory they take."""
+"""Idle sessions are packed into bytes; only their memory use changes."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ TOKENS = ONES + TWOS + THREES
 
 
 def idle_world(tokens: list[int] = TOKENS, **limits) -> CacheWorld:
-    """A has been stored, and another session has taken its place in DRAM."""
+    """Make a world in which A is stored, and another session has taken its place in DRAM."""
     world = new_world(num_slots=3, **limits)
     store(world, A, tokens)
     store(world, B, [7] * 12)
@@ -40,7 +40,7 @@ def idle_world(tokens: list[int] = TOKENS, **limits) -> CacheWorld:
 
 
 def num_objects(world: CacheWorld) -> int:
-    """Blocks that are not packed."""
+    """Return the number of blocks that are not packed."""
     return len(world.engine._state.blocks)
 
 
@@ -75,7 +75,7 @@ def test_a_packed_session_is_found_by_its_own_tokens_only():
 
 
 def test_a_packed_session_is_found_along_the_chain():
-    """By a session that forks from it, which shares what it stores of it."""
+    """By a session that forks from it, and shares its stored part."""
     world = idle_world()
     store(world, C, ONES + TWOS)
     blocks = world.engine.inspection.describe(A).blocks
@@ -83,8 +83,8 @@ def test_a_packed_session_is_found_along_the_chain():
     assert load(world, C, ONES + TWOS + THREES).end_token == 12
 
 
-def test_a_look_that_came_to_nothing_is_forgotten():
-    """A session unpacked for a load that found no slot is packed again, once nobody holds it."""
+def test_a_session_unpacked_in_vain_is_packed_again():
+    """A load found no slot; it is packed once nothing holds it."""
     world = new_world(num_slots=1)
     store(world, A, TOKENS)
     store(world, B, [7] * 4)
@@ -108,7 +108,7 @@ def test_a_block_that_becomes_private_is_packed():
 
 
 def test_a_held_block_is_packed_later():
-    """While a store builds on it, it stays as it is."""
+    """While a store builds on it, it stays unpacked."""
     world = idle_world()
     world.engine.sessions.flush(B, dry_run=False)
     answer = prepare_store(world, A, [*TOKENS, 5], from_token=12)
@@ -120,8 +120,8 @@ def test_a_held_block_is_packed_later():
     assert world.engine._state.sessions[A].num_packed == 3
 
 
-def test_a_store_that_lags_behind_leaves_a_longer_session_as_it_is():
-    """It found the beginning stored, and the rest was packed while it was under way."""
+def test_a_slow_store_does_not_change_a_longer_session():
+    """It found the beginning stored, and the rest was packed while it was active."""
     world = idle_world()
     state = world.engine._state
     answer = prepare_store(world, A, ONES + [9] * 4)
@@ -147,8 +147,8 @@ def test_the_tail_of_a_packed_session_is_evicted_first():
     assert world.engine.inspection.info(A) is None
 
 
-def test_no_more_packed_blocks_go_than_are_wanted():
-    """Of the last session that gives way, what is not needed for room stays."""
+def test_no_more_packed_blocks_are_evicted_than_needed():
+    """The last session that gives way keeps its other blocks."""
     world = new_world(num_slots=2, num_extents=6)
     for key, tokens in ((A, ONES + TWOS), (B, THREES + ONES), (C, [7] * 8)):
         store(world, key, tokens)
@@ -173,7 +173,7 @@ def test_blocks_behind_a_discard_are_found_one_by_one():
 
 
 def test_two_spans_of_one_block_are_not_packed():
-    """A discard inside a block leaves two; the session stays as it is."""
+    """A discard within a block leaves two; the session stays unpacked."""
     world = idle_world()
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(1, 2)])
     world.pump()
@@ -181,7 +181,8 @@ def test_two_spans_of_one_block_are_not_packed():
     assert load(world, A, [1, 1, 1, *TWOS, *THREES]).end_token == 11
 
 
-# ----------------------------------------------------------------------------------- the same twice
+# ----------------------------------------------------------------------------------- equal
+# histories
 
 KEYS = [A, B, C, A._replace(session_id="d")]
 PHRASES = [[0] * 4, [1] * 8, [0, 0, 0, 0, 1, 1, 1, 1], [2] * 12]
@@ -201,7 +202,7 @@ STEPS = st.one_of(
 
 
 class Twin:
-    """One of two caches that live through the same history."""
+    """One of two caches with the same history."""
 
     def __init__(self, *, packs_sessions: bool, num_extents: int, partial: list[int]) -> None:
         self.world = new_world(
@@ -211,7 +212,7 @@ class Twin:
         self.partial = partial
 
     def step(self, what, key, argument) -> object:
-        """Do one thing; returns what can be seen of it."""
+        """Take one step; return its visible result."""
         self.world.now_ns += 1
         if what in ("pin", "flush") and not self.world.engine.inspection.info(key):
             return None
@@ -221,13 +222,13 @@ class Twin:
         return answer
 
     def _turn(self, key, new_tokens) -> object:
-        answer = _seen(load(self.world, key, self.tokens[key]))
+        answer = _visible_parts(load(self.world, key, self.tokens[key]))
         self.tokens[key] = self.tokens[key] + new_tokens
         store(self.world, key, self.tokens[key] + self.partial)
         return answer
 
     def _look(self, key, other) -> object:
-        return _seen(load(self.world, key, self.tokens[other]))
+        return _visible_parts(load(self.world, key, self.tokens[other]))
 
     def _fork(self, key, other) -> None:
         self.tokens[key] = list(self.tokens[other])
@@ -264,7 +265,7 @@ class Twin:
         return self.world.engine.sessions.flush(key, dry_run=dry_run)
 
     def look(self) -> tuple[object, ...]:
-        """Everything an operator can see, but for where on SSD it is."""
+        """Return everything an operator can see, but for places on SSD."""
         engine = self.world.engine
         listed = infos(engine)
         details = [engine.inspection.describe(info.key).blocks for info in listed]
@@ -274,8 +275,8 @@ class Twin:
         return listed, blocks, stats, evictions, tuple(engine.inspection.tenants)
 
 
-def _seen(answer: LoadAnswer) -> object:
-    """What an engine learns, but for the slots."""
+def _visible_parts(answer: LoadAnswer) -> object:
+    """Return what an engine learns, but for the slots."""
     spans = [(span.token_offset, span.num_tokens, span.tier) for span in answer.spans]
     return answer.lookup, spans, answer.end_token, answer.more, answer.miss_reason
 
@@ -303,8 +304,8 @@ def test_packing_changes_no_answer_with_partial_blocks(steps):
     live_through(steps, num_extents=200, partial=[6])
 
 
-def test_what_is_shared_is_not_looked_at_again():
-    """It may be packed once one of its sessions has gone; until then a look finds the same."""
+def test_shared_blocks_are_not_examined_again():
+    """They may be packed once one of their sessions has gone; until then nothing changes."""
     world = new_world(num_slots=2)
     for key in (A, C):
         store(world, key, ONES + TWOS)
@@ -316,7 +317,7 @@ def test_what_is_shared_is_not_looked_at_again():
     assert not {A, C} & state.tails._waiting.keys()
 
 
-def test_what_is_never_packed_is_not_looked_at_again():
+def test_blocks_that_cannot_be_packed_are_not_examined_again():
     """Two spans of one block: until the session is used."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)

@@ -1,4 +1,4 @@
-"""What is remembered of a session's moves."""
+"""The record of a session's moves."""
 
 from kvd.core.records.entries import Pin
 from kvd.core.state.session_history import MOMENT_NS, MOST_OF_A_SESSION, MoveKind, SessionHistory
@@ -7,7 +7,7 @@ from tests.property.cache_world import to_bytes
 
 
 def moves(world, key) -> list[str]:
-    """Kinds, with numbers of blocks and tokens and the reason where there are any."""
+    """Return the kinds, with the numbers of blocks and tokens and the reason if there are any."""
     found = []
     for move in world.engine.inspection.history.of(key):
         numbers = (move.num_blocks or "", move.num_tokens or "", move.why)
@@ -16,7 +16,7 @@ def moves(world, key) -> list[str]:
 
 
 def test_the_history_of_a_session_is_recorded():
-    """Stored, written, evicted, read and loaded, pinned and flushed: each once, with its counts."""
+    """Stores, writes, evictions, reads, loads, pins and flushes: each once, with its counts."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
     world.now_ns += 2 * MOMENT_NS
@@ -43,7 +43,7 @@ def test_the_history_of_a_session_is_recorded():
     assert moves(world, B)[:2] == ["stored 3 12", "written 3 12"]
 
 
-def test_what_is_cut_and_discarded_is_recorded():
+def test_cuts_and_discards_are_recorded():
     """Without an SSD tier, room is made by cutting the coldest session, tail first."""
     world = new_world(num_slots=3, num_extents=0)
     store(world, A, ONES + TWOS + THREES)
@@ -54,7 +54,7 @@ def test_what_is_cut_and_discarded_is_recorded():
     assert moves(world, A)[-1] == "dropped 1 4 evicted"
 
 
-def test_what_goes_on_is_one_move():
+def test_repeated_moves_are_one():
     """Moves of one kind within a moment are one, also with others between; later ones are not."""
     history = SessionHistory()
     for at_ns in range(0, 3 * MOMENT_NS, MOMENT_NS // 2):
@@ -66,8 +66,8 @@ def test_what_goes_on_is_one_move():
     assert (written.num_blocks, later.kind, later.num_blocks) == (12, MoveKind.STORED, 1)
 
 
-def test_memory_is_bounded():
-    """So many of a session, so many of all; who has changed least recently is forgotten first."""
+def test_the_history_is_bounded():
+    """Per session, and in total; the session with the oldest change is forgotten first."""
     history = SessionHistory(max_moves=MOST_OF_A_SESSION + 3)
     history.record(None, MoveKind.WRITTEN, 0)
     for number in range(3):
@@ -82,8 +82,8 @@ def test_memory_is_bounded():
     assert (len(history.of(A)), len(history.of(B))) == (MOST_OF_A_SESSION - 1, 0)
 
 
-def test_a_tenant_leaves_no_trace():
-    """What is forgotten is gone; others stay."""
+def test_an_erased_tenant_leaves_no_history():
+    """Other tenants' histories stay."""
     history = SessionHistory()
     for key in (A, B, OTHER_TENANT):
         history.record(key, MoveKind.ENDED, 0)
@@ -94,7 +94,7 @@ def test_a_tenant_leaves_no_trace():
     assert history.of(OTHER_TENANT) == ()
 
 
-def test_the_session_in_which_nothing_happened_for_longest_is_forgotten_first():
+def test_the_session_with_the_oldest_change_is_forgotten_first():
     """Not the one that came first."""
     history = SessionHistory(max_moves=3)
     for number, key in enumerate((A, B, A)):
@@ -104,8 +104,8 @@ def test_the_session_in_which_nothing_happened_for_longest_is_forgotten_first():
     assert [len(history.of(key)) for key in (A, B, OTHER_TENANT)] == [2, 0, 1]
 
 
-def test_what_was_forgotten_makes_room():
-    """So many moves are remembered of others then."""
+def test_a_forgotten_history_makes_room():
+    """So many moves of other sessions are remembered then."""
     history = SessionHistory(max_moves=2)
     history.record(A, MoveKind.ENDED, 0)
     history.record(A, MoveKind.ENDED, 2 * MOMENT_NS)
@@ -116,8 +116,8 @@ def test_what_was_forgotten_makes_room():
     assert len(history.of(OTHER_TENANT)) == 2
 
 
-def test_a_move_goes_on_if_no_more_than_a_moment_has_passed():
-    """Of the same kind and reason; with few others between."""
+def test_a_move_continues_within_a_moment():
+    """With the same kind and reason, and few others between."""
     history = SessionHistory()
     history.record(A, MoveKind.WRITTEN, 0, num_tokens=1)
     history.record(A, MoveKind.WRITTEN, MOMENT_NS, num_tokens=2)
@@ -138,8 +138,8 @@ def misses(world, key):
     return [move for move in moves(world, key) if move.startswith("missed")]
 
 
-def test_what_was_asked_for_in_vain_is_recorded():
-    """Of sessions that are known: a first turn finds nothing, and misses nothing."""
+def test_misses_are_recorded():
+    """For known sessions: a first turn finds nothing, and misses nothing."""
     world = new_world()
     load(world, A, ONES)
     assert not moves(world, A)
@@ -181,7 +181,7 @@ def test_why_a_session_is_gone():
     assert load(world, B, ONES).miss_reason == "unknown_session"
 
 
-def test_a_session_that_went_for_others_was_evicted():
+def test_a_session_dropped_for_room_was_evicted():
     world = new_world(num_slots=2, num_extents=0)
     store(world, A, ONES)
     store(world, B, [7] * 8)
@@ -189,7 +189,7 @@ def test_a_session_that_went_for_others_was_evicted():
     assert misses(world, A) == ["missed 4 evicted"]
 
 
-def test_what_is_erased_is_not_known_any_more():
+def test_an_erased_session_is_not_known_any_more():
     world = new_world()
     store(world, OTHER_TENANT, ONES)
     world.engine.sessions.flush(OTHER_TENANT, dry_run=False)

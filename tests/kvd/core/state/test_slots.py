@@ -1,12 +1,12 @@
-"""A slot of the arena: whose it is, and which generation of it."""
+"""A slot of the arena: its owner, and its generation."""
 
 import pytest
 
 from kvd.core.state.slots import SlotTable
 
 
-def test_only_a_committed_slot_is_written_anew():
-    """A slot keeps its generation then; one that is free gets the next one."""
+def test_a_committed_slot_keeps_its_generation_when_rewritten():
+    """A free slot gets the next generation."""
     slots = SlotTable(2)
     with pytest.raises(AssertionError):
         slots.rewrite(0)
@@ -19,7 +19,7 @@ def test_only_a_committed_slot_is_written_anew():
 
 
 def test_a_slot_is_adopted_once():
-    """What an earlier kvd had given away is not free."""
+    """A slot that an earlier kvd had granted is not free."""
     slots = SlotTable(2)
     slots.adopt(1, 7, is_committed=True)
     for is_committed in (True, False):

@@ -1,4 +1,4 @@
-"""Quotas: what is charged, who goes, what is refused."""
+"""Quotas: what is charged, which sessions give way, which stores are refused."""
 
 import pytest
 
@@ -29,7 +29,7 @@ BLOCK = LAYOUT.block_bytes
 
 
 def quota_world(num_blocks: int, **limits) -> CacheWorld:
-    """Tenant "a" may have this many blocks, others what they like."""
+    """Make a world in which tenant "a" may have this many blocks, others any number."""
     of_a = TenantLimits(quota_bytes=num_blocks * BLOCK)
     return new_world(tenant_limits=lambda t: of_a if t == "a" else TenantLimits(), **limits)
 
@@ -38,14 +38,14 @@ def used_blocks(world: CacheWorld, tenant: str = "a") -> int:
     return sum(u.used_bytes for u in world.engine.inspection.tenants if u.tenant == tenant) // BLOCK
 
 
-def stored(world: CacheWorld) -> list[int]:
-    """Tokens stored of A, B and C."""
+def stored_tokens_of_all(world: CacheWorld) -> list[int]:
+    """Return the stored tokens of A, B and C."""
     infos = [world.engine.inspection.info(key) for key in (A, B, C)]
     return [info.num_tokens if info else 0 for info in infos]
 
 
 def test_usage_counts_each_block_once():
-    """Shared or not, in one tier or two, partial or full; the tenants are told apart."""
+    """Shared or not, in one tier or two, partial or full; by tenant."""
     world = quota_world(9)
     store(world, A, ONES + TWOS)
     store(world, B, [*ONES, 2])
@@ -58,7 +58,7 @@ def test_usage_counts_each_block_once():
     assert tuple(world.engine.inspection.tenants) == ()
 
 
-def test_slots_are_charged_from_the_grant_on():
+def test_slots_are_charged_from_the_grant():
     """A store that fails, or that another one overtakes, gives its charge back."""
     world = quota_world(9)
     first = prepare_store(world, A, ONES + TWOS)
@@ -80,28 +80,28 @@ def test_the_tenants_coldest_session_gives_way():
     store(world, A, ONES + TWOS)
     store(world, B, THREES + TWOS)
     store(world, C, TWOS)
-    assert stored(world) == [4, 8, 4]
+    assert stored_tokens_of_all(world) == [4, 8, 4]
     load(world, A, ONES)
     store(world, C, TWOS + THREES + ONES)
-    assert stored(world) == [4, 0, 12]
+    assert stored_tokens_of_all(world) == [4, 0, 12]
     assert world.engine.inspection.info(OTHER_TENANT) is not None
     assert (counter(world, "evictions_quota"), counter(world, "sessions_dropped")) == (3, 1)
 
 
 def test_packed_sessions_give_way_too():
-    """What is on SSD only is charged, and goes, like the rest."""
+    """Sessions on SSD only are charged, and give way, like the others."""
     world = quota_world(3)
     store(world, A, ONES + TWOS)
     world.start()
     assert used_blocks(world) == 2
     store(world, B, THREES + TWOS)
-    assert stored(world) == [4, 8, 0]
+    assert stored_tokens_of_all(world) == [4, 8, 0]
     store(world, B, THREES + TWOS + ONES)
-    assert stored(world) == [0, 12, 0]
+    assert stored_tokens_of_all(world) == [0, 12, 0]
 
 
 def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
-    """Rather is the store refused; soft-pinned ones go when the others do not suffice."""
+    """The store is refused instead; soft-pinned ones go when the others do not suffice."""
     world = quota_world(3)
     store(world, A, ONES)
     store(world, B, TWOS)
@@ -109,7 +109,7 @@ def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
     lease = prepare_load(world, B, TWOS)
     answer = prepare_store(world, C, THREES + ONES)
     complete_store(world, answer)
-    assert stored(world) == [0, 4, 8]
+    assert stored_tokens_of_all(world) == [0, 4, 8]
     world.engine.sessions.pin(C, Pin.HARD)
     refused = prepare_store(world, A, ONES)
     assert (refused.refused, refused.lease_id) == ("quota", 0)
@@ -121,16 +121,16 @@ def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
     assert counter(world, "stores_refused") == 2
 
 
-def test_what_can_never_fit_costs_nobody_anything():
-    """A store larger than the quota is refused before anybody goes."""
+def test_a_store_that_can_never_fit_evicts_nothing():
+    """A store larger than the quota is refused before any session goes."""
     world = quota_world(2)
     store(world, A, ONES)
     assert prepare_store(world, B, TWOS + THREES + ONES).refused == "quota"
-    assert stored(world) == [4, 0, 0]
+    assert stored_tokens_of_all(world) == [4, 0, 0]
 
 
-def test_a_block_in_use_elsewhere_is_not_freed_by_a_cut():
-    """A block that another session leases stays; so does what lies before it."""
+def test_a_block_leased_elsewhere_is_not_freed_by_a_cut():
+    """It stays, and so do the blocks before it."""
     world = quota_world(2)
     store(world, A, ONES + TWOS)
     other = A._replace(session_id="fork")
@@ -139,11 +139,11 @@ def test_a_block_in_use_elsewhere_is_not_freed_by_a_cut():
     assert prepare_store(world, B, THREES).refused == "quota"
     world.engine.loads.complete(lease.lease_id, ENGINE_ID)
     assert not prepare_store(world, B, THREES).refused
-    assert stored(world)[0] == 4
+    assert stored_tokens_of_all(world)[0] == 4
 
 
 @pytest.mark.parametrize("shared", [ONES, ONES + TWOS])
-def test_sessions_that_share_all_they_have_go_together(shared):
+def test_sessions_that_share_all_blocks_go_together(shared):
     """A block counts once, and is free once its last session has gone."""
     world = quota_world(len(shared) // 4)
     store(world, A, shared)

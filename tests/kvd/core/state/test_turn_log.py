@@ -1,4 +1,4 @@
-"""TurnLog: which calls make a turn, and what is remembered of it."""
+"""TurnLog: which calls make a turn, and what is recorded of it."""
 
 from itertools import product
 
@@ -20,13 +20,13 @@ def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChan
 
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
-    """A turn of an engine that tells no queue."""
+    """Run a turn of an engine that reports no queue."""
     log.on_request(key, prompt, now_ns, is_running=False)
     log.on_store(key, size, now_ns + 5)
 
 
 def test_turns_of_an_engine_without_a_queue() -> None:
-    """A load after the stores of a turn begins the next; its history is what was stored."""
+    """A load after the stores of a turn begins the next; its history is the stored part."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 100)
     log.on_request(A, 70, 200, is_running=False)
@@ -41,7 +41,7 @@ def test_turns_of_an_engine_without_a_queue() -> None:
 
 
 def test_a_turn_begins_when_its_request_runs() -> None:
-    """It arrived when its request came to wait, and the queue knows how long the history is."""
+    """It arrived when its request began to wait; the queue has the length of its history."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, _waiting(A, 1, 33), 100)
     log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
@@ -62,7 +62,7 @@ def test_a_load_before_its_request_is_reported_to_run() -> None:
     assert (turn.turn, turn.arrived_ns, turn.wanted_tokens) == (2, 100, 50)
 
 
-def test_a_preempted_turn_is_one_turn() -> None:
+def test_a_preempted_turn_is_still_one_turn() -> None:
     """It waits, runs and loads again under the same number."""
     log = TurnLog(10)
     running = QueueChange(running=[RunningRequest(1, A)])
@@ -77,8 +77,8 @@ def test_a_preempted_turn_is_one_turn() -> None:
     assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
 
 
-def test_a_turn_that_the_queue_reports_late() -> None:
-    """It wants more than the turn before has computed, which the queue says still runs."""
+def test_a_turn_that_is_reported_late() -> None:
+    """Its load wants more than the turn before has computed, which is still reported as running."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
     log.on_request(A, 20, 10, is_running=True)
@@ -94,7 +94,7 @@ def test_a_turn_that_the_queue_reports_late() -> None:
 
 
 def test_a_full_queue_keeps_known_arrivals() -> None:
-    """A snapshot that repeats a request does not make it arrive anew; one that it omits is gone."""
+    """A snapshot that repeats a request is no new arrival; an omitted one is gone."""
     log = TurnLog(10)
     for number, now_ns in ((1, 10), (2, 11)):
         log.on_queue_change(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
@@ -117,8 +117,8 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
 
 
-def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
-    """Its turn is known by its request and its stores."""
+def test_a_session_in_the_engines_memory_loads_nothing() -> None:
+    """Its turn is known from its request and its stores."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
@@ -129,8 +129,8 @@ def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_the_newest_report_says_how_long_the_history_is(is_full: bool) -> None:
-    """A turn arrives, and drops some of it before it waits; it arrived when it arrived."""
+def test_the_last_report_gives_the_length_of_the_history(is_full: bool) -> None:
+    """A turn may drop some of it while it waits; its arrival does not change."""
     log = TurnLog(4)
     log.on_queue_change(ENGINE, _waiting(A, 1, 90), 10)
     take = log.on_queue_replace if is_full else log.on_queue_change
@@ -142,7 +142,7 @@ def test_the_newest_report_says_how_long_the_history_is(is_full: bool) -> None:
 
 
 def test_a_discard_shortens_the_history() -> None:
-    """What a session has left is what its next turn wants, and never more than it asks for."""
+    """The next turn's history is the remaining tokens, and never more than it asks for."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
     log.on_discard(A, 25)
@@ -151,7 +151,7 @@ def test_a_discard_shortens_the_history() -> None:
     assert [turn.wanted_tokens for turn in log] == [0, 25, 45]
 
 
-def test_an_end_is_remembered() -> None:
+def test_an_end_is_recorded() -> None:
     """With the session's newest turn."""
     log = TurnLog(10)
     _turn(log, A, 20, 50, 10)
@@ -161,8 +161,8 @@ def test_an_end_is_remembered() -> None:
     assert [turn.is_ended for turn in log] == [False, True]
 
 
-def test_what_waits_only_is_not_recorded() -> None:
-    """A request that is withdrawn, or runs without asking or storing, leaves no turn behind."""
+def test_a_turn_that_only_waits_is_not_recorded() -> None:
+    """Its request is withdrawn, or runs without loading or storing."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, _waiting(A, 1), 10)
     log.on_queue_change(ENGINE, QueueChange(left=[1]), 20)
@@ -170,8 +170,8 @@ def test_what_waits_only_is_not_recorded() -> None:
     assert not list(log)
 
 
-def test_old_turns_go() -> None:
-    """The log is bounded; who returns after all its turns are gone is somebody new."""
+def test_old_turns_are_forgotten() -> None:
+    """The log is bounded; a session that returns after all its turns are forgotten is new."""
     log = TurnLog(3)
     for index, key in enumerate((A, B, B, B, A)):
         _turn(log, key, 10, 20, 100 * index)
@@ -181,7 +181,7 @@ def test_old_turns_go() -> None:
 
 
 def test_a_log_of_one_turn() -> None:
-    """The smallest log keeps the newest turn, whoever's it is."""
+    """It keeps the newest turn of all sessions."""
     log = TurnLog(1)
     for index, key in enumerate((A, A, B)):
         _turn(log, key, 10, 20, 100 * index)
@@ -190,7 +190,7 @@ def test_a_log_of_one_turn() -> None:
 
 
 def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
-    """Whatever calls come in whatever order, the invariants hold and no turn counts for another."""
+    """In any order of calls the invariants hold, and no turn counts for another."""
     for calls in product("asQqg", repeat=5):
         log = TurnLog(2)
         for now_ns, (call, key) in enumerate(zip(calls, (A, B, A, A, B), strict=True)):
@@ -213,7 +213,7 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
             assert turn.wanted_tokens <= turn.stored_tokens
 
 
-def test_what_the_engine_notes_of_a_turn() -> None:
+def test_the_engine_records_loads_stores_and_discards() -> None:
     """Loads by tier, stores and discards reach the log through the calls of an engine."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
@@ -235,7 +235,7 @@ def test_what_the_engine_notes_of_a_turn() -> None:
 
 
 def test_a_request_reaches_the_log_through_the_engine() -> None:
-    """A full queue and its changes; the engine's end ends what was known of it."""
+    """A full queue and its changes; when the engine ends, its queue is forgotten."""
     world = new_world()
     queued = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
     world.now_ns = 1000

@@ -1,15 +1,15 @@
-"""The queue of blocks to be written: what they need is known at any moment."""
+"""The queue of blocks to be written: the extents it needs are known at any time."""
 
 from kvd.core.state.block import Block
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.under_way import WriteQueue
 from tests.property.cache_world import BLOCK_TOKENS, SHAPE
 
-PARTIAL = 1  # token: such blocks are packed
+PARTIAL = 1  # tokens: such blocks are packed
 
 
 def queue_of(sizes: list[int], num_extents: int) -> tuple[WriteQueue, list[Block]]:
-    """A queue of blocks of so many tokens each."""
+    """Make a queue of blocks of so many tokens each."""
     queue = WriteQueue(SHAPE, ExtentTable(num_extents, SHAPE.sectors_per_extent))
     blocks = [Block(bytes([number]) * 16, num_tokens) for number, num_tokens in enumerate(sizes)]
     for block in blocks:
@@ -18,7 +18,7 @@ def queue_of(sizes: list[int], num_extents: int) -> tuple[WriteQueue, list[Block
 
 
 def test_each_whole_block_needs_an_extent():
-    """One that is taken out needs none; what is free, or will be, is not missing."""
+    """A block that is taken out needs none; free extents, and those about to be, are available."""
     queue, blocks = queue_of([BLOCK_TOKENS] * 5, num_extents=1)
     assert [queue.num_short(num_freed) for num_freed in (0, 1, 4, 9)] == [4, 3, 0, 0]
     for num_short, block in zip((3, 2, 1, 0, 0), blocks, strict=True):
@@ -39,16 +39,16 @@ def test_partial_blocks_share_an_extent():
     assert queue.num_short(0) == 1
 
 
-def test_a_block_keeps_its_place():
-    """Asked for twice, it waits once."""
+def test_a_block_waits_once_however_often_it_is_added():
+    """It keeps its place."""
     queue, blocks = queue_of([BLOCK_TOKENS] * 2, num_extents=0)
     queue.add(blocks[0])
     assert (queue.oldest, queue.newest) == (blocks[0], blocks[1])
     assert (list(queue), queue.num_short(0)) == (blocks, 2)
 
 
-def test_partial_blocks_take_what_is_free_in_extents_that_others_share():
-    """Only what does not fit there needs another one."""
+def test_partial_blocks_use_free_parts_of_extents():
+    """Only those that do not fit there need another extent."""
     extents = ExtentTable(1, SHAPE.sectors_per_extent)
     extents.allocate(SHAPE.num_sectors(PARTIAL))
     queue = WriteQueue(SHAPE, extents)
@@ -59,8 +59,8 @@ def test_partial_blocks_take_what_is_free_in_extents_that_others_share():
     assert (queue.num_short(0), queue.num_short(1)) == (1, 0)
 
 
-def test_a_refused_block_waits_no_more_until_it_is_asked_for_again():
-    """The one that was refused first comes first; one that is forgotten is neither."""
+def test_a_refused_block_waits_no_more_until_it_is_requested():
+    """The first refused comes first; a forgotten one is neither waiting nor refused."""
     queue, blocks = queue_of([BLOCK_TOKENS] * 3, num_extents=0)
     for block in blocks[1:]:
         queue.refuse(block)

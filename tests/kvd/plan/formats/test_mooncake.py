@@ -26,7 +26,7 @@ def _turns(session):
 
 
 def test_a_prompt_that_contains_an_earlier_one_and_its_answer_continues_it(tmp_path: Path):
-    """History is both; thinking is the gap less 1 s and 30 ms a token of the answer."""
+    """The history is both; the think time is the gap less 1 s and 30 ms per answer token."""
     path = _write(
         tmp_path / "raw.jsonl",
         (0, 1100, 100, [SYSTEM, 1, 2]),
@@ -43,14 +43,14 @@ def test_a_prompt_that_contains_an_earlier_one_and_its_answer_continues_it(tmp_p
 
 
 def test_a_prompt_shorter_than_what_it_continues_keeps_a_token_to_compute(tmp_path: Path):
-    """Templates make prompts a little shorter than prompt and answer before them."""
+    """Templates make prompts a little shorter than the previous prompt and answer."""
     requests = (0, 1100, 100, [SYSTEM, 1, 2]), (60, 1190, 40, [SYSTEM, 1, 3])
     ((session,), _) = read_mooncake(_write(tmp_path / "raw.jsonl", *requests))
     assert _turns(session) == [(1100, 100, 0), (1, 40, 1189)]
 
 
-def test_the_same_prompt_again_asks_for_another_answer(tmp_path: Path):
-    """What is reused is its full blocks; it stays one session."""
+def test_an_equal_prompt_asks_for_another_answer(tmp_path: Path):
+    """Its full blocks are reused; it stays one session."""
     requests = (0, 1100, 100, [SYSTEM, 1, 2]), (30, 1100, 80, [SYSTEM, 1, 2])
     ((session,), _) = read_mooncake(_write(tmp_path / "raw.jsonl", *requests))
     assert _turns(session) == [(1100, 100, 0), (76, 80, 1024)]
@@ -68,15 +68,15 @@ def test_the_longest_prefix_wins(tmp_path: Path):
     assert _turns(session)[2] == (50, 40, 2050)
 
 
-def test_the_system_prompt_alone_makes_no_session(tmp_path: Path):
-    """One shared block says nothing."""
+def test_a_system_prompt_alone_makes_no_session(tmp_path: Path):
+    """One shared block proves nothing."""
     requests = (0, 600, 10, [SYSTEM, 1]), (60, 1300, 10, [SYSTEM, 2, 3])
     sessions, _ = read_mooncake(_write(tmp_path / "raw.jsonl", *requests))
     assert [len(session.turns) for session in sessions] == [1, 1]
 
 
 def test_questions_about_documents_are_sessions_by_document(tmp_path: Path):
-    """Without a block that many share, equal first blocks are a session; the best match counts."""
+    """Equal first blocks that few share make a session; the best match counts."""
     others = [(at, 600, 10, [1000 + at, 2000 + at]) for at in range(60)]
     path = _write(
         tmp_path / "raw.jsonl",
@@ -118,8 +118,8 @@ def test_questions_about_documents_are_sessions_by_document(tmp_path: Path):
         ),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line, complaint):
-    """One line: file, number, what is wrong, what to do."""
+def test_a_bad_line_is_reported(tmp_path: Path, line, complaint):
+    """One line: file, number, the error, the remedy."""
     path = _write(tmp_path / "raw.jsonl", (1, 600, 10, [1]))
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
     with pytest.raises(BadTraceError) as raised:

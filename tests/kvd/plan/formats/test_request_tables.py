@@ -13,7 +13,7 @@ BURSTGPT = (
 EARLIER = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 
 
-def _written(tmp_path, header, *rows):
+def _write(tmp_path, header, *rows):
     path = tmp_path / "table.csv"
     path.write_text("\r\n".join([header, *rows]) + "\r\n", encoding="utf-8")
     return path
@@ -23,9 +23,9 @@ def _turns(session):
     return [(turn.history_tokens, turn.new_tokens, turn.output_tokens) for turn in session.turns]
 
 
-def test_azure_s_dates_are_read_with_and_without_a_zone(tmp_path):
+def test_azures_dates_are_read_with_and_without_a_zone(tmp_path):
     """Seven digits of a second in 2023, a zone in 2024; other columns do not matter."""
-    path = _written(
+    path = _write(
         tmp_path,
         "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens",
         "2023-11-16 18:15:46.6805900,0,374,44",
@@ -37,9 +37,9 @@ def test_azure_s_dates_are_read_with_and_without_a_zone(tmp_path):
     assert "drawn, seed 5" in how
 
 
-def test_burstgpt_s_conversations_are_sessions(tmp_path):
-    """By their id; calls of the API have none, and failures have no answer."""
-    path = _written(
+def test_burstgpts_conversations_are_sessions(tmp_path):
+    """By id; calls of the API have none, and failures have no answer."""
+    path = _write(
         tmp_path,
         BURSTGPT,
         "10.0,a,4,GPT-4,100,50,150,Conversation log",
@@ -60,14 +60,14 @@ def test_burstgpt_s_conversations_are_sessions(tmp_path):
     assert how == "sessions by their id"
 
 
-def test_the_earlier_burstgpt_has_conversations_drawn(tmp_path):
-    """There are no ids; calls of the API stay alone."""
+def test_conversations_are_drawn_for_the_earlier_burstgpt(tmp_path):
+    """It has no ids; calls of the API stay separate."""
     rows = [f"{20 * at},ChatGPT,{100 + 60 * at},20,0,Conversation log" for at in range(60)]
     api = [f"{20 * at + 5},ChatGPT,{100 + 60 * at},20,0,API log" for at in range(60)]
     both = [row for pair in zip(rows, api, strict=True) for row in pair]
-    alone, _ = read_burstgpt(_written(tmp_path, EARLIER, *api), Filling())
+    alone, _ = read_burstgpt(_write(tmp_path, EARLIER, *api), Filling())
     assert {len(session.turns) for session in alone} == {1}
-    sessions, how = read_burstgpt(_written(tmp_path, EARLIER, *both), Filling())
+    sessions, how = read_burstgpt(_write(tmp_path, EARLIER, *both), Filling())
     assert sum(len(session.turns) for session in sessions) == 120
     assert 60 < len(sessions) < 120
     assert "drawn" in how
@@ -110,8 +110,8 @@ def test_the_earlier_burstgpt_has_conversations_drawn(tmp_path):
         (read_burstgpt, [EARLIER, "1,m,1,0,1,API log"], ": the trace contains no request"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, read, lines, complaint):
-    """One line: file, number, what is wrong, what to do."""
+def test_a_bad_line_is_reported(tmp_path, read, lines, complaint):
+    """One line: file, number, the error, the remedy."""
     path = tmp_path / "table.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(BadTraceError) as raised:

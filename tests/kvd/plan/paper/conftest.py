@@ -1,4 +1,4 @@
-"""One small reproduction of the paper's figures, for all that is asked of a report."""
+"""One small reproduction of the paper's figures, for all tests of a report."""
 
 import pytest
 
@@ -11,7 +11,7 @@ TINY = Sample(seed=5, scale=0.004)
 
 @pytest.fixture(scope="session")
 def report() -> PaperReport:
-    """All figures of a sample of 36 sessions."""
+    """Return all figures of a sample of 36 sessions."""
     progress: list[int] = []
     reproduction = Reproduction(TINY)
     found = reproduction.make(1, progress.append)

@@ -1,4 +1,4 @@
-"""The paper's numbers agree with each other where its text says that they must."""
+"""The paper's numbers are consistent where its text requires it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from kvd.plan.prices import Prices, cost_of
 
 
 def _storage_of_gpus(model: str) -> float:
-    """Cost of the tiers by that of the GPUs, for the same hours."""
+    """Return the tiers' cost as a share of the GPUs', for the same hours."""
     cost = cost_of(
         Prices(),
         num_gpus=numbers.NUM_GPUS[model],
@@ -31,7 +31,7 @@ def _all_stated(value: object = None) -> Iterator[Stated]:
 
 
 @pytest.mark.parametrize("model", PAPER_MODELS)
-def test_storage_is_the_share_that_the_prices_make_it(model: str) -> None:
+def test_the_share_of_storage_follows_from_the_prices(model: str) -> None:
     """§4.2: 16.4 % with two GPUs, 9.0 % with four, if 10 TB are 10,240 GB."""
     share = _storage_of_gpus(model)
     expected = 100 * share / (1 + share)
@@ -42,7 +42,7 @@ def test_storage_is_the_share_that_the_prices_make_it(model: str) -> None:
 @pytest.mark.parametrize("model", PAPER_MODELS)
 @pytest.mark.parametrize("by", [PAPER, PREPRINT])
 def test_savings_follow_from_speedups(by: str, model: str) -> None:
-    """Cost is GPU time and storage for the same time, so Figure 17 is a function of Figure 16."""
+    """Cost is GPU time and storage for that time, so Figure 17 follows from Figure 16."""
     speedup = numbers.GPU_SPEEDUP[by][model].value
     expected = 100 * (1 - (1 + _storage_of_gpus(model)) / speedup)
     assert numbers.COST_SAVING[by][model].value == pytest.approx(expected, abs=1.5)
@@ -62,7 +62,7 @@ def test_figures_that_show_the_same_replay_agree(by: str) -> None:
 
 @pytest.mark.parametrize(("by", "over_lru", "over_fifo"), [(PAPER, 27, 31), (PREPRINT, 22, 18)])
 def test_derived_hit_rates(by: str, over_lru: float, over_fifo: float) -> None:
-    """CA's rate with 2 TB is said only as so many points above LRU and above FIFO."""
+    """CA's rate with 2 TB is given only as points above LRU and above FIFO."""
     stated = numbers.POLICY_HIT_RATE[by]
     assert stated[CA, SMALL].value == pytest.approx(stated[LRU, SMALL].value + over_lru, abs=1)
     assert stated[CA, SMALL].value == pytest.approx(
@@ -70,8 +70,8 @@ def test_derived_hit_rates(by: str, over_lru: float, over_fifo: float) -> None:
     )
 
 
-def test_each_number_says_where_it_stands() -> None:
-    """A section and a figure, of the document it is counted to."""
+def test_each_number_has_its_source() -> None:
+    """A section and a figure of a document."""
     stated = list(_all_stated(vars(numbers)))
     assert len(stated) > 90
     for number in stated:

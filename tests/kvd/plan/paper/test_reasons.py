@@ -1,4 +1,4 @@
-"""What is said of each figure: all of it is somewhere in the report, and every number is filled."""
+"""The explanations of figures: all appear in the report, with every number filled in."""
 
 import re
 
@@ -8,12 +8,12 @@ NUMBER = re.compile(r"\{[^}]*\}")
 
 
 def beginning(text):
-    """The words in front of the first number that is filled in."""
+    """Return the words before the first number that is filled in."""
     return " ".join(NUMBER.split(text)[0].split())[:60]
 
 
 def test_every_reason_is_given_in_the_report(report):
-    """A reason that no figure gives is of a figure that is gone; a brace is a number forgotten."""
+    """An unused one belongs to a removed figure; a brace is a missing number."""
     said = " ".join(" ".join(" ".join(table.notes).split()) for table in report.tables)
     texts = {name: text for name, text in vars(reasons).items() if name.isupper()}
     assert len(texts) > 8

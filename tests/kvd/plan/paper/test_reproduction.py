@@ -22,7 +22,7 @@ from kvd.plan.sweep import run_cells
 from tests.kvd.plan.paper.conftest import TINY
 
 
-def test_every_figure_is_there(report: PaperReport) -> None:
+def test_every_figure_is_present(report: PaperReport) -> None:
     """Figures 13 to 17 and 21 to 25, and the preprint's own 23 and 24."""
     summary, *tables = report.tables
     assert summary.figure == "Summary"
@@ -37,8 +37,8 @@ def test_every_figure_is_there(report: PaperReport) -> None:
     assert report.num_replays == len(all_runs()) == len(set(all_runs()))
 
 
-def test_the_summary_is_the_best_of_the_models(report: PaperReport) -> None:
-    """Of TTFT, prefill throughput and cost, as Figures 14, 15 and 17 have them."""
+def test_the_summary_has_the_best_of_the_models(report: PaperReport) -> None:
+    """Of TTFT, prefill throughput and cost, as in Figures 14, 15 and 17."""
     summary, *_ = report.tables
     by_figure = {table.figure: table for table in report.tables}
     for row, figure in zip(summary.rows, ("Figure 14", "Figure 15", "Figure 17"), strict=True):
@@ -50,7 +50,7 @@ def test_the_summary_is_the_best_of_the_models(report: PaperReport) -> None:
 
 
 def test_no_number_is_invented(report: PaperReport) -> None:
-    """What the text does not state has no number and no difference; the rest has both."""
+    """A value that the text does not state has no number and no difference; the rest has both."""
     rows = [row for table in report.tables for row in table.rows]
     assert any(row.paper is None and row.preprint is None for row in rows)
     for row in rows:
@@ -59,7 +59,7 @@ def test_no_number_is_invented(report: PaperReport) -> None:
     assert Row("", "s", 1.0).as_dict()["difference"] is None
 
 
-def test_tables_and_document_say_the_same(report: PaperReport) -> None:
+def test_tables_and_document_have_the_same_rows(report: PaperReport) -> None:
     """Every row is in both."""
     document = json.loads(json.dumps(report.as_dict()))
     assert [len(table["rows"]) for table in document["tables"]] == [
@@ -76,12 +76,12 @@ def test_tables_and_document_say_the_same(report: PaperReport) -> None:
 
 
 @pytest.mark.long
-def test_the_same_seed_gives_the_same_report(report: PaperReport) -> None:
+def test_equal_seeds_give_equal_reports(report: PaperReport) -> None:
     """Whoever replays it."""
     assert Reproduction(TINY).make(2, lambda _: None) == report
 
 
-def test_the_order_of_the_papers_results() -> None:
+def test_the_papers_ranking() -> None:
     """On a twentieth of the sessions: RE < LRU < L_ew to the letter < CA, and OF below CA."""
     sample = Sample(seed=7, scale=QUICK_SCALE)
     small = [
@@ -102,8 +102,8 @@ def test_the_order_of_the_papers_results() -> None:
     assert of_coupled.hits_all < large.hits_all - 0.1
 
 
-def test_models_differ_by_what_they_store() -> None:
-    """LLaMA-65B's sessions are the largest, and find least."""
+def test_models_differ_by_the_size_of_their_kv() -> None:
+    """LLaMA-65B's sessions are the largest, and have the fewest hits."""
     sample = Sample(seed=7, scale=QUICK_SCALE)
     hits = {}
     for model in (LLAMA_13B, LLAMA_65B):

@@ -1,4 +1,4 @@
-"""What is replayed for the paper's figures."""
+"""The replays for the paper's figures."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SESSION = Session(
 
 
 def test_a_sample_shrinks_sessions_tiers_and_warmup_alike() -> None:
-    """The arrival rate stays, so that the queue keeps its proportion to the tiers."""
+    """The arrival rate stays, so that the queue stays in proportion to the tiers."""
     sample = Sample(seed=3, scale=0.01)
     run = Run()
     sessions, cell = sessions_of(run.workload, sample), cell_of(run, sample)
@@ -33,14 +33,14 @@ def test_a_sample_shrinks_sessions_tiers_and_warmup_alike() -> None:
 
 
 def test_recomputing_reuses_nothing() -> None:
-    """RE is any policy that never loads."""
+    """RE is a policy that never loads."""
     assert cell_of(Run(policy=RECOMPUTE), Sample(1)).options.load_policy == "never"
     assert cell_of(Run(), Sample(1)).options.load_policy == "always"
     assert cell_of(Run(is_guarded=True), Sample(1)).options.load_policy == "auto"
 
 
-def test_models_by_their_window() -> None:
-    """LLaMA-65B has a window of 2K; what arrives for the others is the same."""
+def test_models_differ_by_their_window() -> None:
+    """LLaMA-65B has a window of 2K; the others get the same sessions."""
     workloads = {model: Run(model=model).workload for model in ("llama-13b", "falcon-40b")}
     assert len(set(workloads.values())) == 1
     assert Run(model="llama-65b").workload == Workload(2048)

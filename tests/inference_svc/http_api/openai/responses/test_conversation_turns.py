@@ -1,4 +1,4 @@
-"""Where the next turn of a conversation goes."""
+"""The place of a conversation's next turn."""
 
 from dataclasses import replace
 
@@ -37,13 +37,13 @@ def place(found, instructions="", tools=(), **changes):
 
 @pytest.mark.parametrize("instructions", ["", "Be brief."])
 @pytest.mark.parametrize("tools", [(), TOOLS])
-def test_a_session_is_gone_on_with(instructions, tools):
-    """If nothing else is wanted than it has."""
+def test_a_session_is_continued(instructions, tools):
+    """If the conversation's items are those of the session."""
     assert place(session(2), instructions, tools) == (AT, "conv_a")
 
 
-def test_a_fork_takes_the_place_of_a_session_that_has_more():
-    """A turn that nobody waited for, or that was deleted; so does one of a session that ended."""
+def test_a_fork_replaces_a_session_with_more_turns():
+    """A turn was abandoned or deleted, or the session has ended."""
     assert place(session(3)) == (AT, NEW)
     assert place(session(2, has_ended=True)) == (AT, NEW)
 
@@ -60,7 +60,7 @@ def test_a_fork_takes_the_place_of_a_session_that_has_more():
     ],
 )
 def test_a_new_session_reads_everything(found, options):
-    """Where what the other one has read is not what leads the conversation, or is not its own."""
+    """What the other session has read does not begin the conversation, or is not its own."""
     assert place(found, **options) == (None, NEW)
 
 
@@ -83,7 +83,7 @@ def test_turns_before_a_deleted_item_count():
     assert without_turn(replace(CONVERSATION, request_id="r-9"), session(2), 2).turns == 0
 
 
-def test_an_item_that_none_has_read_changes_no_turns():
-    """Be it new, or behind one that was deleted."""
+def test_unread_items_change_no_turns():
+    """They are new, or behind a deleted one."""
     assert without_turn(CONVERSATION, session(4), 3) == CONVERSATION
     assert without_turn(CONVERSATION, None, 3) == CONVERSATION

@@ -24,8 +24,8 @@ def read(*items):
     return decode(ResponseBody, {"model": "m", "input": list(items)}).conversation
 
 
-def test_what_an_answer_said_and_called_is_one_message():
-    """However many items it had; what was thought is not read again."""
+def test_items_of_an_answer_are_one_message():
+    """However many there are; thoughts are dropped."""
     other = {**CALL, "call_id": "c2", "arguments": "", "id": "fc_1", "status": "completed"}
     said = {
         "type": "message",
@@ -46,14 +46,14 @@ def test_what_an_answer_said_and_called_is_one_message():
     )
 
 
-def test_answers_without_calls_stay_apart():
+def test_answers_without_calls_stay_separate():
     """As they were sent."""
     one = {"role": "assistant", "content": "a"}
     assert read(one, one, {"role": "user", "content": "?"})[:2] == (Message("assistant", "a"),) * 2
 
 
-def test_items_as_clients_read_them():
-    """One for one, with all that they say; but for what was thought, which is not read."""
+def test_items_in_the_clients_format():
+    """One for one, with all members, but without thoughts."""
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
     given = [
@@ -82,7 +82,7 @@ def test_items_as_clients_read_them():
 
 
 def test_messages_of_a_chat_are_items_too():
-    """An answer with its calls is several."""
+    """An answer with calls is several."""
     called = {"id": "c1", "function": {"name": "look", "arguments": ""}}
     given = [
         {"role": "assistant", "tool_calls": [called]},
@@ -115,8 +115,8 @@ def test_a_result_alone():
         ({"type": ["message"]}, "input[0].type"),
     ],
 )
-def test_items_that_cannot_be(item, param):
-    """Named by their place, without the kind of the item."""
+def test_invalid_items(item, param):
+    """The error has their place, without the kind of the item."""
     with pytest.raises(RequestError) as refused:
         read(item)
     assert refused.value.param == param

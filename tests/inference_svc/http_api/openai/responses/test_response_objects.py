@@ -1,4 +1,4 @@
-"""Responses and their events, read by the official client's own types."""
+"""Responses and their events, parsed by the official client's types."""
 
 from dataclasses import replace
 
@@ -10,7 +10,13 @@ from inference_svc.http_api.answer_members import TokenText
 from inference_svc.http_api.answer_parts import Reading
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.sessions.lookup import ResponseInfo
-from tests.inference_svc.http_api.as_clients_read import STARTED, TOKENS, Letters, finished, strict
+from tests.inference_svc.http_api.as_clients_read import (
+    STARTED,
+    TOKENS,
+    Letters,
+    make_finished,
+    strict,
+)
 from tests.inference_svc.http_api.scripted_calls import READING, calling
 from tests.inference_svc.http_api.scripted_calls import TOKENS as CALL_TOKENS
 
@@ -22,10 +28,10 @@ INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"
     [("stop", "response.completed", "completed"), ("length", "response.incomplete", "incomplete")],
 )
 def test_the_events_of_a_response(reason, last, status):
-    """In OpenAI's order, numbered, each of the client's type; the last one has all."""
+    """In OpenAI's order, numbered, each of the client's type; the last one has everything."""
     events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), 1)
     made = [*events.opening(STARTED), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
-    made += events.closing(finished(reason))
+    made += events.closing(make_finished(reason))
     read = [strict(ResponseStreamEvent, one) for one in made]
     assert [event.sequence_number for event in read] == list(range(len(read)))
     assert [event.type.removeprefix("response.") for event in read[:-1]] == [
@@ -48,15 +54,15 @@ def test_the_events_of_a_response(reason, last, status):
 
 
 def test_a_whole_response():
-    """The same object as the last event's."""
+    """It is the object of the last event."""
     events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), Reading(), None)
-    response = strict(Response, events.whole(TOKENS, finished("length")))
+    response = strict(Response, events.whole(TOKENS, make_finished("length")))
     assert response.incomplete_details.reason == "max_output_tokens"
     assert (response.id, response.metadata) == ("resp_1", {"a": "b"})
     assert response.output[0].content[0].logprobs == []
 
 
-def test_a_response_that_fails_while_it_is_streamed():
+def test_a_response_that_fails_during_its_stream():
     """The error is in the last event."""
     events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), Reading(), None)
     made = events.failure(SessionBusyError("busy", "wait"))
@@ -69,8 +75,8 @@ def objects_of_calls(top_logprobs=None):
     return ResponseObjects("resp_1", "s-1", INFO, TokenText(None), READING, top_logprobs)
 
 
-def test_a_response_that_thinks_speaks_and_calls():
-    """Each is an item of its own; streamed they are the same as whole."""
+def test_a_response_with_thoughts_text_and_calls():
+    """Each is an item of its own; streamed ones equal whole ones."""
     events = objects_of_calls()
     made = [*events.opening(STARTED), *(made for t in CALL_TOKENS for made in events.piece([t]))]
     made += events.closing(calling())
@@ -99,14 +105,14 @@ def test_a_response_that_thinks_speaks_and_calls():
 
 
 def test_log_probabilities_beside_calls():
-    """Those of all tokens up to the message's end are in the message: none is lost on the way."""
+    """All tokens up to the message's end are in the message: none is lost."""
     response = strict(Response, objects_of_calls(1).whole(CALL_TOKENS, calling()))
     assert response.output[1].content[0].logprobs
 
 
-def test_an_answer_that_says_nothing():
+def test_an_empty_answer():
     """It is an empty message."""
-    end = replace(finished(), text="")
+    end = replace(make_finished(), text="")
     response = strict(
         Response,
         ResponseObjects("resp_1", "s-1", INFO, TokenText(None), Reading()).whole((), end),

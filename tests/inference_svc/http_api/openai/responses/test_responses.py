@@ -13,14 +13,14 @@ def response(**fields):
 
 
 def test_a_plain_response():
-    """A text is a user's message, instructions come before it."""
+    """A text is a user's message, after the instructions."""
     body = response(instructions="Be brief.")
     assert body.conversation == (Message("system", "Be brief."), Message("user", "Hello"))
     assert body.new_messages == (Message("user", "Hello"),)
     assert body.shown_logprobs is None
 
 
-def test_a_response_goes_on_with_items_that_came_back():
+def test_a_response_continues_with_returned_items():
     """Clients send output items as they got them."""
     given = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -37,7 +37,7 @@ def test_a_response_goes_on_with_items_that_came_back():
 
 
 def test_a_response_of_a_conversation():
-    """Named by its id, or by an object that has it; items that it has are enough of an input."""
+    """By its id, or an object with it; a conversation's items suffice as input."""
     for given in ("conv_1", {"id": "conv_1"}):
         for options in ({}, {"input": []}, {"input": None}):
             assert response(conversation=given, **options).conversation_id == "conv_1"
@@ -46,7 +46,7 @@ def test_a_response_of_a_conversation():
 
 
 def test_every_parameter_of_a_response():
-    """Each of them is kept or reaches the turn."""
+    """Each of them is stored or reaches the turn."""
     body = response(
         max_output_tokens=5,
         previous_response_id="resp_1",
@@ -75,7 +75,7 @@ def test_every_parameter_of_a_response():
     ],
 )
 def test_truncation_is_an_overflow_policy(truncation, default, policy):
-    """OpenAI's words; what the service does anyway is not named."""
+    """OpenAI's values; the service's default needs none."""
     assert response(**truncation).overflow(default) == policy
 
 
@@ -108,7 +108,7 @@ def test_truncation_is_an_overflow_policy(truncation, default, policy):
         ({"previous_response_id": "resp_1", "session_id": "s"}, "previous_response_id"),
     ],
 )
-def test_what_a_response_cannot_have_is_refused(fields, param):
+def test_unsupported_members_are_refused(fields, param):
     """By name, and with a remedy."""
     with pytest.raises(RequestError) as refused:
         response(**fields)

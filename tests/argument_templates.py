@@ -1,4 +1,4 @@
-"""Small chat templates that write arguments and names where models' templates write them."""
+"""Small chat templates that use arguments and user names in the places where real ones do."""
 
 from tests.tool_templates import EMPTY_THOUGHT, NL, Family, chatml
 from tests.tool_templates import UNTHINKING as EMPTY_LINES
@@ -18,7 +18,7 @@ _MESSAGES = (
 )
 _PROMPT = "{% if add_generation_prompt %}" + _OPEN + "assistant" + NL
 
-UNTHINKING = "<think></think>"  # the last token is another one than that of other prompts
+UNTHINKING = "<think></think>"  # ends with another token than other prompts
 _THOUGHT = "{% if enable_thinking is false %}" + UNTHINKING + "{% endif %}{% endif %}"
 _MARKS = ("<think>", "</think>")
 
@@ -28,7 +28,7 @@ PICKY = Family(
     "{{ raise_exception('effort is none or high') }}{% endif %}" + EFFORTFUL.template,
     **_TOKENS,
 )
-STYLED = Family(  # around every message
+STYLED = Family(  # the argument is written around every message
     _MESSAGES.replace("{{ m.role }}", "{{ m.role }}{{ style | default('') }}")
     + _PROMPT.replace("assistant", "assistant{{ style | default('') }}")
     + "{% endif %}",
@@ -39,7 +39,7 @@ DATED = Family(
     + EFFORTFUL.template,
     **_TOKENS,
 )
-NAMED = Family(  # names of users stand right behind half of a token's name
+NAMED = Family(  # a user's name follows half of a token's name
     _MESSAGES.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} <|{{ m.name }}{% endif %}")
     + _PROMPT
     + "{% endif %}",

@@ -1,6 +1,6 @@
-"""What chat templates are told, by the official clients: arguments, and who says a message.
+"""Chat template arguments and message names, by the official clients.
 
-A model's template writes them, and gRPC says which tokens a turn began with.
+The test model's template writes them out, and gRPC shows which tokens a turn began with.
 """
 
 from contextlib import AsyncExitStack
@@ -12,15 +12,15 @@ from transformers import AutoTokenizer
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.serving.grpc_status import InvalidInputError
+from tests.argument_templates import EFFORTFUL, NAMED
 from tests.http_api.conftest import MODEL
 from tests.http_api.test_chat import ask, text_of
 from tests.http_api.test_listening import local_client
 from tests.http_api.test_thoughts import anthropic_client
 from tests.inference_processes import InferenceProcess, wait_kvd_state
-from tests.integration.test_chat_command import piped
+from tests.integration.test_chat_command import run_piped
 from tests.processes import KvdProcess
 from tests.scripted_model import build_scripted_model, last_of_prompt
-from tests.told_templates import EFFORTFUL, NAMED
 from tests.tool_templates import tokenizer_of
 
 SAID = ["Hello ", "there."]
@@ -31,13 +31,13 @@ UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 AFTER_THOUGHT = "Well."  # where the template has written an empty one
 
 
-def answered(answer, question=QUESTION):
-    """A conversation's answer, as its client sends it back, and the next question."""
+def next_messages(answer, question=QUESTION):
+    """Return the conversation with its answer, as the client sends it back, and a question."""
     return [{"role": "assistant", "content": text_of(answer)}, question]
 
 
-class Told:
-    """The service of a model whose template writes what it is told."""
+class TemplateService:
+    """The service of a model whose template writes its arguments."""
 
     def __init__(self, directory, family, kvd=None, environ=None):
         tokenizer = tokenizer_of(family)
@@ -51,20 +51,20 @@ class Told:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     async def inputs(self, answer):
-        """What the turns of an answer's session began with."""
+        """Return the beginnings of the turns of an answer's session."""
         session_id = answer.model_extra["session_id"]
         async with self.process.client() as client:
             session = await client.get_session(session_id, with_turns=True)
         return [self.tokenizer.decode(turn.input_ids) for turn in session.turn_records]
 
 
-async def test_what_a_template_writes_begins_another_conversation(short_dir):
-    """The same arguments find the history, others do not; what is before an answer is a turn's.
+async def test_arguments_are_part_of_the_history(short_dir):
+    """The same arguments find the history, others do not; the prefix of an answer is per turn.
 
-    What was computed of a history is read from kvd.
+    Computed history is read from kvd.
     """
     kvd = KvdProcess(short_dir / "kvd", ("--dram", "64MB", "--ssd", "64MB"))
-    told = Told(short_dir, EFFORTFUL, kvd)
+    told = TemplateService(short_dir, EFFORTFUL, kvd)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(kvd.stop)
         await kvd.start()
@@ -80,17 +80,17 @@ async def test_what_a_template_writes_begins_another_conversation(short_dir):
         high = await chat([LONG], reasoning_effort="high")
         assert "Effort: medium" in (await told.inputs(plain))[0]
         assert "Effort: high" in (await told.inputs(high))[0]
-        longer = [LONG, *answered(high)]
+        longer = [LONG, *next_messages(high)]
         again = await chat(longer, reasoning_effort="high", extra_body=UNTHINKING)
         assert again.model_extra["session_id"] == high.model_extra["session_id"]
         first, second = await told.inputs(again)
         assert first.startswith("<|im_start|>system\nEffort: high")
-        assert "Effort" not in second  # which is what is new alone
+        assert "Effort" not in second  # which is only the new part
         assert second.endswith("<|im_start|>assistant\n<think></think>")
         assert text_of(again) == AFTER_THOUGHT
         cached = again.usage.prompt_tokens_details.cached_tokens
         assert cached >= high.usage.prompt_tokens // 2
-        usual = await chat(longer, reasoning_effort="medium")  # which is none to the template
+        usual = await chat(longer, reasoning_effort="medium")  # which the template treats as none
         assert usual.model_extra["session_id"] == plain.model_extra["session_id"]
         low = await chat(longer, extra_body={"chat_template_kwargs": {"reasoning_effort": "low"}})
         (whole,) = await told.inputs(low)
@@ -99,8 +99,8 @@ async def test_what_a_template_writes_begins_another_conversation(short_dir):
 
 
 async def test_a_session_that_is_named_keeps_its_arguments(short_dir):
-    """Who says none has them; who says others is refused, and a response's follower as well."""
-    told = Told(short_dir, EFFORTFUL)
+    """Without arguments it uses its own; other ones are refused, for its responses too."""
+    told = TemplateService(short_dir, EFFORTFUL)
     async with told.process, local_client(told.socket) as client:
         named = {"session_id": "s1"}
         effort = {"reasoning_effort": "low"}
@@ -125,10 +125,10 @@ async def test_a_session_that_is_named_keeps_its_arguments(short_dir):
             )
 
 
-async def test_an_operators_arguments_are_everybodys(short_dir):
-    """Whoever comes; a request's count before them, and Anthropic's clients switch thinking off."""
+async def test_an_operators_arguments_apply_to_every_client(short_dir):
+    """For every client; a request's count first, and Anthropic's clients can disable thinking."""
     environ = {"INFERENCE_MODEL__CHAT_TEMPLATE_KWARGS": '{"reasoning_effort": "low"}'}
-    told = Told(short_dir, EFFORTFUL, environ=environ)
+    told = TemplateService(short_dir, EFFORTFUL, environ=environ)
     async with (
         told.process,
         local_client(told.socket) as client,
@@ -156,9 +156,9 @@ async def test_an_operators_arguments_are_everybodys(short_dir):
         assert turn.text == AFTER_THOUGHT
 
 
-async def test_tokens_are_counted_with_what_the_template_is_told(short_dir):
-    """As a turn would be read; without the prompt for an answer, if that is asked for."""
-    told = Told(short_dir, EFFORTFUL)
+async def test_template_arguments_are_counted(short_dir):
+    """As the turn would be read; without the generation prompt on request."""
+    told = TemplateService(short_dir, EFFORTFUL)
     async with told.process, local_client(told.socket) as client:
 
         async def tokens(**fields):
@@ -180,10 +180,10 @@ async def test_tokens_are_counted_with_what_the_template_is_told(short_dir):
         assert await tokens(messages=messages, **begun) == await tokens() + "Well, "
 
 
-async def test_names_are_part_of_a_history_where_they_are_written(short_dir):
-    """Of questions; who says an answer is known. Where none are written none count."""
+async def test_names_are_part_of_a_history_if_the_template_writes_them(short_dir):
+    """In questions; an answer's author is known. Names that are not written do not count."""
     ann = {**QUESTION, "name": "Ann"}
-    told = Told(short_dir, NAMED)
+    told = TemplateService(short_dir, NAMED)
     async with told.process, local_client(told.socket) as client:
 
         async def chat(*messages):
@@ -191,7 +191,7 @@ async def test_names_are_part_of_a_history_where_they_are_written(short_dir):
 
         first = await chat(ann)
         assert (await told.inputs(first))[0].startswith("<|im_start|>user <|Ann\n")
-        answer, question = answered(first, ann)
+        answer, question = next_messages(first, ann)
         other = await chat(QUESTION, answer, question)
         assert other.model_extra["session_id"] != first.model_extra["session_id"]
         second = await chat(ann, {**answer, "name": "model"}, question)
@@ -199,15 +199,15 @@ async def test_names_are_part_of_a_history_where_they_are_written(short_dir):
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
-    """Accepted, and without effect; what was computed is read from the cache."""
+async def test_a_template_may_ignore_all_arguments(api, opening):
+    """Arguments are accepted without effect; computed history is read from the cache."""
     told = {"chat_template_kwargs": {"enable_thinking": False, "style": [1, {"a": "<|end|>"}]}}
     system, question = opening
     async with api.client() as client:
         first = await ask(client, opening, extra_body=told, reasoning_effort="low")
-        longer = [system, {**question, "name": "Ann"}, *answered(first, question)]
+        longer = [system, {**question, "name": "Ann"}, *next_messages(first, question)]
         second = await ask(client, longer)
-        third = await ask(client, [*longer, *answered(second, question)], extra_body=told)
+        third = await ask(client, [*longer, *next_messages(second, question)], extra_body=told)
         for wrong, said in (
             ({"tools": []}, "argument 'tools': leave it out"),
             ({"a b": 1}, "is not a valid name of a chat template's argument"),
@@ -223,16 +223,16 @@ async def test_a_template_that_knows_none_of_it_is_told_in_vain(api, opening):
     assert first.model == MODEL
 
 
-async def test_a_terminals_arguments_are_told_too(short_dir):
-    """`inference-svc chat` passes them on with each question."""
-    told = Told(short_dir, EFFORTFUL)
+async def test_the_terminal_sends_template_arguments(short_dir):
+    """`inference-svc chat` sends them with each question."""
+    told = TemplateService(short_dir, EFFORTFUL)
     async with told.process:
         at = ("chat", "--address", told.process.address)
-        code, out, err = await piped(*at, given="What is a tüür?\n")
+        code, out, err = await run_piped(*at, given="What is a tüür?\n")
         assert (code, out.decode(), err) == (0, "".join(SAID) + "\n", "")
         unthinking = ("--template-argument", "enable_thinking=false")
-        code, out, err = await piped(*at, *unthinking, given="What is a tüür?\n")
+        code, out, err = await run_piped(*at, *unthinking, given="What is a tüür?\n")
         assert (code, out.decode(), err) == (0, AFTER_THOUGHT + "\n", "")
-        code, out, err = await piped(*at, "--template-argument", "tools=[]", given="Hello\n")
+        code, out, err = await run_piped(*at, "--template-argument", "tools=[]", given="Hello\n")
         assert (code, out) == (2, b"")
         assert "sets the chat template's argument 'tools'" in err

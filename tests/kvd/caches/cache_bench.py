@@ -16,7 +16,7 @@ LAYOUT = small_layout()
 
 @asynccontextmanager
 async def caches_in(directory, max_layouts=8, key_file=""):
-    """The caches of a kvd in a directory, closed at the end; nothing of it may have broken."""
+    """Open the caches of a kvd in a directory; close them and check that no worker has failed."""
     directory.mkdir(exist_ok=True)
     settings = Settings(
         runtime_dir=directory,
@@ -42,7 +42,7 @@ async def caches_in(directory, max_layouts=8, key_file=""):
 
 
 def store(cache, name="a", first_token=0, *, tenant="default"):
-    """Have one session in a cache; returns its key."""
+    """Store one session in a cache; return its key."""
     key, tokens = key_of(name, tenant), encode(range(first_token, first_token + 16))
     answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
     cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))

@@ -1,6 +1,6 @@
 """A performer over a real arena, real files and the real index.
 
-In the engine's place stands a list: what completions would report to it.
+In the engine's place there is a list of reported completions.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ DEADLINE_S = 30
 
 
 class Engine:
-    """Notes the completions, in order, whichever part takes them."""
+    """Records the completions, in order."""
 
     def __init__(self):
         self.done = []
@@ -45,7 +45,7 @@ class Engine:
 
 
 class Breaking(NoFaults):
-    """Raises what a test sets, at reads or writes, or holds them up."""
+    """Raises errors that a test sets, at reads or writes, or delays them."""
 
     def __init__(self):
         self.read_error = self.write_error = None
@@ -64,7 +64,7 @@ class Breaking(NoFaults):
 
 
 class World:
-    """One layout's performer and all it works on."""
+    """One layout's performer and everything it works on."""
 
     def __init__(self, directory):
         self.faults = Breaking()
@@ -91,7 +91,7 @@ class World:
         self.performer.start(loop or asyncio.get_running_loop(), self._complete)
 
     def fill(self, slot_id, num_tokens=16):
-        """Put a random block into a slot; returns what is stored of it."""
+        """Put a random block into a slot; return its stored description."""
         slot = self.arena.slots.slot(slot_id)
         slot[:] = os.urandom(len(slot))
         checksums = BlockHasher(LAYOUT).checksums(slot, num_tokens)
@@ -106,7 +106,7 @@ class World:
     async def until_idle(self):
         """Wait for the answers, and return them."""
         async with asyncio.timeout(DEADLINE_S):
-            # Counters, not an event: what is waited for is the drain's own condition.
+            # Counters, not an event: the wait has the same condition as a drain.
             while self.performer.num_pending or self.performer.num_uncommitted:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         done, self.engine.done = self.engine.done, []

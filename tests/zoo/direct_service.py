@@ -1,7 +1,7 @@
-"""Served: a calibrated model with a pool and an arena, driven as the engine drives it.
+"""A calibrated model with a pool and an arena, driven as the engine drives it.
 
-The real calibration, runner, sequences' KV, store and load; only the arena's memory is ordinary
-memory, and nobody schedules.
+The real calibration, runner, sequences' KV, store and load; only the arena is ordinary memory,
+and there is no scheduler.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """A block and a span at once."""
+    """A block and a span in one object."""
 
     slot_id: int
     token_offset: int
@@ -40,7 +40,7 @@ class Rows:
 
 
 class _Arena:
-    """Slots in ordinary memory, full of rubbish at first."""
+    """Slots in ordinary memory, filled with garbage at first."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.slot_bytes = layout.block_bytes
@@ -52,7 +52,7 @@ class Served:
     """See the module docstring."""
 
     def __init__(self, model: Any, name: str, positions: str = "auto") -> None:
-        """Calibrate the model, which is ours from now on.
+        """Calibrate the model, which must not be used elsewhere afterwards.
 
         Raises:
             UnsupportedModelError: why it cannot be served.
@@ -72,12 +72,12 @@ class Served:
 
     @property
     def positions(self) -> str:
-        """What stored keys know of positions: decoupled, coupled or naive."""
+        """Return how stored keys depend on positions: decoupled, coupled or naive."""
         return self.calibration.layout.position_mode
 
     @property
     def embeds_positions(self) -> bool:
-        """Whether loading turns what is stored to the positions it is loaded at."""
+        """Return whether loading embeds stored keys at the positions they are loaded at."""
         layers = self.calibration.layers
         return any(part.rotary is not None for layer in layers for part in layer.components)
 
@@ -90,7 +90,7 @@ class Served:
         return self._pool.new_write_buffer(0, capacity)
 
     def step(self, *pieces: tuple[SequenceKv, Sequence[int]]) -> Tensor:
-        """Append tokens to sequences in one forward; returns a row of logits for each."""
+        """Append tokens to sequences in one forward; return a row of logits for each."""
         return self._runner.step(
             [Chunk(kv, list(token_ids), want_logits=True) for kv, token_ids in pieces]
         )
@@ -102,7 +102,7 @@ class Served:
         sizes: Sequence[int],
         buffer: WriteBuffer | None = None,
     ) -> Tensor:
-        """Append tokens in chunks of these sizes; returns the logits after each chunk."""
+        """Append tokens in chunks of these sizes; return the logits after each chunk."""
         logits = []
         begin = 0
         for size in sizes:
@@ -113,7 +113,7 @@ class Served:
         return torch.stack(logits)
 
     def store(self, buffer: WriteBuffer) -> list[Rows]:
-        """Store the buffer's rows in blocks, scattered over the arena; returns where they are."""
+        """Store the buffer's rows in blocks, scattered over the arena; return where they are."""
         block_tokens = self.calibration.layout.block_tokens
         firsts = range(0, buffer.end_token, block_tokens)
         blocks = [
@@ -134,7 +134,7 @@ class Served:
         capacity: int,
         packed: Tensor | None = None,
     ) -> SequenceKv:
-        """Load runs of what was stored into new KV, one after another from position 0 on.
+        """Load runs of stored rows into new KV, one after another from position 0 on.
 
         Args:
             blocks: where it is.

@@ -13,7 +13,7 @@ from kvd.rpc.service import Draining, EngineService
 from kvd.runtime.cache import Cache
 from shared.access.identity import Identity, act_as
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from tests.kvd.caches.opened import LAYOUT, caches_in
+from tests.kvd.caches.cache_bench import LAYOUT, caches_in
 from tests.synthetic_engine import encode, key_of
 
 TOKENS = encode(range(16))  # one block
@@ -32,12 +32,12 @@ class Served:
     draining: Draining
 
     def named(self, session_id="a", tenant="default", **fields):
-        """What every request of the engine about a session begins with."""
+        """Return the fields of every request of the engine about a session."""
         session = pb.SessionKey(tenant=tenant, session_id=session_id)
         return {"engine_id": self.engine.engine_id, "session": session, **fields}
 
     async def store(self, session_id="a", token_ids=TOKENS, **fields):
-        """Store a session as an engine does; returns the last answer."""
+        """Store a session as an engine does; return the last answer."""
         named = self.named(session_id, token_ids=token_ids, **fields)
         answer = await self.service.PrepareStore(pb.PrepareStoreRequest(**named), None)
         completed = pb.CompleteStoreRequest(
@@ -46,34 +46,34 @@ class Served:
         return await self.service.CompleteStore(completed, None)
 
     async def load(self, session_id="a", token_ids=TOKENS, **fields):
-        """Ask for a session; what is granted is to be completed."""
+        """Ask for a session; the caller has to complete a granted lease."""
         named = self.named(session_id, token_ids=token_ids, **fields)
         return await self.service.PrepareLoad(pb.PrepareLoadRequest(**named), None)
 
     def keys(self):
-        """The ids of all sessions."""
+        """Return the ids of all sessions."""
         return {key.session_id for key in self.cache.act(lambda core: core.inspection.keys())}
 
 
 def settings(directory):
-    """The settings of a kvd in a directory, with where each comes from."""
+    """Return the settings of a kvd in a directory, with their sources."""
     return load_live(None, {"runtime_dir": directory, "state_dir": directory})
 
 
 def as_caller(identity):
-    """Let what follows be called by this one, as the guard of an address does."""
+    """Make the block's calls in this caller's name, as the guard of an address does."""
     act_as(identity)
 
 
-def named(session_id="a", tenant="default"):
-    """A session as operators name it."""
+def session_name(session_id="a", tenant="default"):
+    """Return a session's name as operators give it."""
     tenant, model, session_id = key_of(session_id, tenant)
     return pb.SessionKey(tenant=tenant, model=model, session_id=session_id)
 
 
 @asynccontextmanager
 async def serving(directory, tenants=("*",)):
-    """An engine of our own user, which may name these tenants."""
+    """Serve an engine of our own user, which may name these tenants."""
     async with caches_in(directory) as caches:
         caches.restore()
         cache, arena = await caches.open(LAYOUT)
