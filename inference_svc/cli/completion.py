@@ -15,7 +15,7 @@ from shared.config.completion import (
 
 # The values of options and arguments by their names, the same in all commands.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("auto", "torch", "triton"),
+    "attention": ("auto", "torch", "triton", "cpp"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_policy": ("auto", "always", "never"),
     "log_format": ("auto", "json", "text"),

@@ -93,7 +93,7 @@ async def test_an_input_that_is_too_long_is_not_stored(api):
         answer = await ask(client, [{"role": "user", "content": parts}])
         error = await refusal_of(client, answer)
         assert (error.code, error.status_code) == ("input_not_kept", 404)
-        assert "up to 131072 are kept" in error.message
+        assert "at most 131072 are stored" in error.message
         assert (await client.responses.retrieve(answer.id)).output_text == answer.output_text
 
 

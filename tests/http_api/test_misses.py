@@ -134,7 +134,7 @@ async def test_differing_texts_are_shown(api, opening, tmp_path):
         assert explained.common.endswith("user\nAn")
         assert explained.was.startswith("d then, for the 0th time?")
         assert explained.now.startswith("other question altogether.")
-        with pytest.raises(NotFoundError, match="none of its turns has missed"):
+        with pytest.raises(NotFoundError, match="no turn of the session has missed"):
             await service.explain_miss(first.model_extra["session_id"], tenant="acme")
         with pytest.raises(NotFoundError, match="turn 99 has not missed"):
             await service.explain_miss(session_id, turn=99, tenant="acme")

@@ -251,4 +251,4 @@ async def test_the_log_says_what_stays_in_memory(tmp_path: Path, number, is_kept
     assert len(told) == is_kept
     for line in told:
         assert line["bytes"] == bytes_in(line["directory"]) > 0
-        assert line["remedy"].startswith(f"rm -r {line['directory']}")
+        assert line["remedy"].startswith(f"run rm -r {line['directory']}")

@@ -170,7 +170,11 @@ async def test_damaged_manifests_hide_no_others(tmp_path: Path, store) -> None:
         sound = {row["session"] for row in listed["sessions"]}
         first, second = sorted(set("abcd") - sound)
         code, said = await _cli(kvd, "push", "--all", "--to", url)
-        assert (code, f"{first}: a manifest is damaged" in said, "--take" in said) == (
+        assert (
+            code,
+            f"{first}: a manifest in the object store is damaged" in said,
+            "--take" in said,
+        ) == (
             1,
             True,
             True,

@@ -68,7 +68,7 @@ def test_an_order_selects_the_options():
     _, shown = _run("--help", order="is_quick batches")
     assert shown.output.index("--quick") < shown.output.index("--batches")
     assert "--model" not in shown.output
-    assert "Measure it." in shown.output
+    assert "Run the measurement." in shown.output
 
 
 def test_unknown_options_are_refused_with_the_known_ones():

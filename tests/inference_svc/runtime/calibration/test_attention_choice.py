@@ -66,7 +66,7 @@ def test_a_kernel_for_cpus_that_cannot_serve_is_not_taken(llama, monkeypatch):
     refused = {
         "mode gather": (loaded, replace(calibration, mode="gather")),
         "does not take float16": (replace(loaded, dtype=torch.float16), calibration),
-        "device meta is no CPU": (replace(loaded, device=torch.device("meta")), calibration),
+        "device meta is not a CPU": (replace(loaded, device=torch.device("meta")), calibration),
     }
     for reason, model in refused.items():
         with pytest.raises(ConfigError, match=reason):
