@@ -136,7 +136,7 @@ async def test_differing_texts_are_shown(api, opening, tmp_path):
         assert explained.now.startswith("other question altogether.")
         with pytest.raises(NotFoundError, match="no turn of the session has missed"):
             await service.explain_miss(first.model_extra["session_id"], tenant="acme")
-        with pytest.raises(NotFoundError, match="turn 99 has not missed"):
+        with pytest.raises(NotFoundError, match="turn 99 of the session has not missed"):
             await service.explain_miss(session_id, turn=99, tenant="acme")
     token = tmp_path / "token"
     for name, code in (("acme", 0), ("small", 3)):

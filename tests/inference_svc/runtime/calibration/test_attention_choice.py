@@ -73,7 +73,7 @@ def test_a_kernel_for_cpus_that_cannot_serve_is_not_taken(llama, monkeypatch):
             choose_attention("cpp", *model, None)
         assert isinstance(choose_attention("auto", *model, None), TorchAttention)
     monkeypatch.setattr(attention_choice, "why_wrong", lambda *_: "the kernel is 3 off")
-    with pytest.raises(ConfigError, match="cpp: the kernel is 3 off"):
+    with pytest.raises(ConfigError, match="cpp cannot be used: the kernel is 3 off"):
         choose_attention("cpp", *llama, None)
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(ConfigError, match="/nowhere/c"):

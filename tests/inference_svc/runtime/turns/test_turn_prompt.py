@@ -161,7 +161,7 @@ async def test_a_long_text_of_few_tokens_is_read(prompts, tokenizer):
 async def test_a_long_answer_is_read_by_the_template(prompts):
     """Which may leave thoughts out: only what it writes is too long."""
     answer = Message("assistant", "It is kept in blocks. " * 1000)
-    with pytest.raises(InputTooLongError, match="^0 tokens of history"):
+    with pytest.raises(InputTooLongError, match=r"^0 tokens of history"):
         await prompts.make(submission(question("And then?", SYSTEM, answer)), Context())
 
 
