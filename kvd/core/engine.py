@@ -190,6 +190,8 @@ class CacheEngine:
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         state.tails.pack_idle()
+        if state.slots.num_unwiped:
+            self.erasing.resume()
         entries = self.index_line.take(max_index_bytes)
         self.writes.resume()  # writes may have waited because the index was far behind
         self._announcer.consider()
@@ -237,7 +239,8 @@ class CacheEngine:
         self._state.outbox.request_wake()
         self._prefetcher.stop()
         self.compactions.stop()
-        return self.writes.make_slots(num_slots) == num_slots
+        num_free = self.writes.make_slots(num_slots)
+        return num_free == num_slots and not self._state.slots.num_unwiped
 
     def drop_slots(self) -> None:
         """Remove the arena. No slot may be in use."""

@@ -124,6 +124,8 @@ class Request:
         loaded_tokens: how many were found rather than computed, when it was first admitted.
         boundary: position of a token at which a stored block begins, from which blocks are counted;
             set when its load is announced.
+        whole_until: where the first stored block begins that is partial and has others behind it.
+            Only its session can store blocks behind that one. None: no such block is known.
         window_from: first token with KV in layers with a window; set at each admission, when its
             load is announced, and before a step. See core/attention_window.py.
         capacity_tokens: tokens it may have KV of, set at each admission; its slots hold as many or
@@ -156,6 +158,7 @@ class Request:
     computed_tokens: int = 0
     loaded_tokens: int = 0
     boundary: int = 0
+    whole_until: int | None = None
     window_from: int = 0
     capacity_tokens: int = 0
     num_sampled: int = 0
@@ -262,8 +265,16 @@ class Request:
         self.prompt_tokens = num_in(kept_runs(ranges, self.prompt_tokens))
         self.history_tokens = num_in(kept_runs(ranges, self.history_tokens))
         self.computed_tokens = num_in(kept_runs(ranges, self.computed_tokens))
+        if self.whole_until is not None:
+            self.whole_until = num_in(kept_runs(ranges, self.whole_until))
         self.marks = tuple(num_in(kept_runs(ranges, mark)) for mark in self.marks)
         self.token_ids = without(self.token_ids, ranges)
+
+    def note_block_end(self, num_tokens: int, block_tokens: int) -> None:
+        """Record that a stored block ends behind so many tokens, whether it is full or not."""
+        part = (num_tokens - self.boundary) % block_tokens
+        if part and self.whole_until is None:
+            self.whole_until = num_tokens - part
 
     def move(self, event: RequestEvent) -> None:
         """Change the state by an event, which REQUEST_MOVES has to allow in this state."""

@@ -117,8 +117,14 @@ class SharedPrefixes:
         return leader.state is RequestState.FINISHED or self._gate.is_certain(leader)
 
     def _aligned(self, leader: Request, num_tokens: int) -> int:
-        """Return the last end of both a whole page and a whole block that is not behind a token."""
+        """Return the last end of both a whole page and a whole block that is not behind a token.
+
+        Behind a partial block the store finds no block of another session, so what a request
+        computes there could not be saved.
+        """
         page_tokens, block_tokens = self._slots.account.page_tokens, self._limits.block_tokens
+        if leader.whole_until is not None:
+            num_tokens = min(num_tokens, leader.whole_until)
         last = self._slots.whole_pages(num_tokens)
         ends = range(last, max(0, last - page_tokens * block_tokens), -page_tokens)
         return next((end for end in ends if (end - leader.boundary) % block_tokens == 0), 0)

@@ -69,7 +69,7 @@ class WriteSlots:
 
     def release(self, slots: Collection[int]) -> None:
         """Release slots."""
-        self._has_moved = True
+        self._has_moved |= bool(slots)  # a release of none is no progress
         for slot in slots:
             heappush(self._free, slot)
 

@@ -362,8 +362,6 @@ class LoadTasks:
         if load.gate is None:
             request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
         if request.write_buffer is not None:
-            # Not always where the last stored block begins: in a tight ring it is behind that.
-            load.boundary = request.write_buffer.first_token
             source = load.admission.source
             shared_from = None if source == request.key else source
             self._memory.open_save(request, request.write_buffer, shared_from)
@@ -378,6 +376,9 @@ class LoadTasks:
             boundary=load.boundary,
             window_from=load.window_from,
         )
+        if request.write_buffer is not None:  # in a tight ring it begins behind a partial block
+            block_tokens = self._scheduler.limits.block_tokens
+            request.note_block_end(request.write_buffer.first_token, block_tokens)
         if not request.is_started:
             request.is_started = True
             request.sink.on_start(request)

@@ -134,6 +134,8 @@ class RequestMemory:
             if request.saves is not None:
                 self._counters.add("saves_cut_short")
                 request.saves.cut_short(request.token_bytes(request.computed_tokens))
+                block_tokens = self._scheduler.limits.block_tokens
+                request.note_block_end(request.computed_tokens, block_tokens)
 
     def abandon_save(self, request: EngineRequest) -> None:
         """Save nothing more of a request's KV; the request itself continues."""

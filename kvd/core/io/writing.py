@@ -33,7 +33,6 @@ LAST_RETRY_NS = 64 * NS_PER_S
 MAX_RESTING_SHARE = 0.5  # largest share of slots with blocks that rest before their write-back
 WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
 FAR_FUTURE_NS = 1 << 62
-MOST_ENTRIES_WAITING = 65_536  # entries the index has yet to take, 20 MB: with more, no writes
 
 
 class Writer:
@@ -325,7 +324,7 @@ class Writer:
 
     def _is_holding_back(self) -> bool:
         """Whether writes are held back: the tier is degraded, or its index is far behind."""
-        return len(self._state.outbox.index) > MOST_ENTRIES_WAITING or self._is_resting()
+        return self._state.outbox.index.is_far_behind or self._is_resting()
 
     def _is_resting(self) -> bool:
         """Whether the pause after a failed write is not over yet."""

@@ -6,8 +6,9 @@ From `begin` to `end` the tenants are shut out: their engines' calls are refused
 later. Their loads end at `begin`, so their engines must not trust that KV; their stores publish
 nothing. `step` drops some sessions per call; blocks that are being moved go when the move ends.
 Then `wipe` zeroes every free slot, whichever tenant it was used by, so that KV that was evicted
-long ago is gone, too. Slots that engines are filling at that time are left out, because they are
-being overwritten. kvd/caches/erasing.py calls this, and destroys the tenants' keys.
+long ago is gone, too. Slots that are being filled at that time, or are allocated before their turn,
+are zeroed as soon as they are free again: an engine may fill them only in part, or with the KV of
+an erased tenant. kvd/caches/erasing.py calls this, and destroys the tenants' keys.
 
 Pure. Invariants: 1. a tenant counts as gone only if it has no sessions, no blocks and no write
 under way; 2. a slot that is being wiped has no owner: it is not free, and in no block, lease or
@@ -51,7 +52,6 @@ class Eraser:
         self._sessions = sessions
         self._unvisited: Iterator[SessionKey] = iter(())
         self.has_unvisited = False
-        self._num_to_wipe = 0
         self._has_wipe_failed = False
 
     def begin(self, is_erased: Callable[[str], bool]) -> None:
@@ -105,14 +105,17 @@ class Eraser:
         return num_used == num_filling and not any(usage.num_sessions for usage in used)
 
     def wipe(self) -> None:
-        """Begin to zero all slots that are free now; the caller waits until not `is_wiping`."""
-        self._num_to_wipe = self._state.slots.num_free
+        """Begin to zero all slots that are free now; the caller waits until not `is_wiping`.
+
+        Slots that are in use are zeroed later, by `resume`.
+        """
+        self._state.slots.mark_unwiped()
         self._has_wipe_failed = False
         self._wipe_some()
 
     def is_wiping(self) -> bool:
         """Whether free slots are still to be wiped."""
-        return bool(self._state.under_way.wipes)
+        return bool(self._state.under_way.wipes or self._state.slots.num_unwiped)
 
     def is_wiped(self) -> bool:
         """Whether every wipe since the last `wipe` has succeeded."""
@@ -126,6 +129,11 @@ class Eraser:
         self._wipe_some()
         self._state.outbox.on_space_freed()
 
+    def resume(self) -> None:
+        """Zero slots that were in use when they were to be zeroed, and that are free now."""
+        if not self._state.under_way.wipes:
+            self._wipe_some()
+
     def forget(self, tenant: str | None) -> None:
         """Forget the history of a tenant's sessions and blocks; None: of all tenants."""
         self._state.history.forget(tenant)
@@ -136,14 +144,9 @@ class Eraser:
         self._state.tenants.is_erased = no_erasure
 
     def _wipe_some(self) -> None:
-        """Wipe a bounded number of the slots that have been free longest.
-
-        Wiped slots are freed behind the other free ones, so no slot is wiped twice.
-        """
+        """Wipe a bounded number of the free slots that are not wiped yet."""
         state = self._state
-        max_slots = max(1, WIPE_BYTES // state.layout.block_bytes)
-        slot_ids = state.slots.take_free(min(max_slots, self._num_to_wipe))
-        self._num_to_wipe -= len(slot_ids)
+        slot_ids = state.slots.take_unwiped(max(1, WIPE_BYTES // state.layout.block_bytes))
         if slot_ids:
             op_id = state.under_way.next_op_id()
             state.under_way.wipes[op_id] = slot_ids

@@ -147,9 +147,9 @@ class CacheState:
 
     def is_cleaning(self) -> bool:
         """Whether dirty blocks will become clean, or become writable, without further calls."""
-        ops = self.under_way
+        ops, index = self.under_way, self.outbox.index
         is_busy = ops.hashes or ops.verifies or ops.writes or ops.wipes or self.compaction
-        return bool(is_busy or (len(self.unwritten) and ops.drops))
+        return bool(is_busy or (len(self.unwritten) and (ops.drops or index.is_far_behind)))
 
     # ------------------------------------------------------------------------------------ sessions
 

@@ -35,6 +35,7 @@ from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 
 ENTRY_BYTES = 256  # estimated size of an entry, without its spans
+MOST_ENTRIES_WAITING = 65_536  # 20 MB: with more, the index is far behind
 NO_BOUND = 1 << 62
 
 IndexAction = PutBlock | DropBlock | CommitIndex | PutSession | DropSession | PutUse
@@ -64,6 +65,11 @@ class IndexLine:
     def __len__(self) -> int:
         """Return how many entries wait, without uses."""
         return len(self._line)
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether so many entries wait that no more blocks should be written to SSD for now."""
+        return len(self) > MOST_ENTRIES_WAITING
 
     @property
     def num_uses(self) -> int:

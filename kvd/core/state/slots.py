@@ -2,7 +2,9 @@
 
 Pure. Invariants:
 1. a slot's generation grows with each allocation, so that a late reader notices;
-2. the bytes of a COMMITTED slot never change (D9), unless they are found corrupt and read again.
+2. the bytes of a COMMITTED slot never change (D9), unless they are found corrupt and read again;
+3. after `mark_unwiped` a slot that was free or WRITING then stays known as unwiped, whatever it is
+   used for meanwhile, until `take_unwiped` returns it.
 
 A slot is WRITING while a store lease fills it, and also while an SSD read fills it or it is wiped:
 then the performer is its writer.
@@ -80,6 +82,8 @@ class SlotTable:
         self._states: list[SlotState] = []
         self._generations: list[int] = []
         self._free: list[int] = []  # a stack: low slots are allocated first
+        self._unwiped: list[int] = []  # more free slots, allocated only if there are no others
+        self._unwiped_in_use: set[int] = set()
         self.add(num_slots)
 
     def __len__(self) -> int:
@@ -88,7 +92,12 @@ class SlotTable:
     @property
     def num_free(self) -> int:
         """Number of slots that can be allocated now."""
-        return len(self._free)
+        return len(self._free) + len(self._unwiped)
+
+    @property
+    def num_unwiped(self) -> int:
+        """Number of free slots that are to be zeroed."""
+        return len(self._unwiped)
 
     def add(self, num_slots: int) -> None:
         """Add the slots of a new arena. The table must be empty."""
@@ -100,7 +109,7 @@ class SlotTable:
     def drop(self) -> None:
         """Remove the arena's slots. All must be free."""
         assert self.num_free == len(self), "an arena is dropped when its slots are free"
-        self._states, self._generations, self._free = [], [], []
+        self._states, self._generations, self._free, self._unwiped = [], [], [], []
 
     def adopt(self, slot_id: int, generation: int, *, is_committed: bool) -> None:
         """Take over a slot that an earlier kvd had allocated; call `finish_adoption` at the end.
@@ -121,14 +130,24 @@ class SlotTable:
         Returns:
             Slot id, and the slot's new generation.
         """
-        slot_id = self._free.pop()
+        if self._free:
+            slot_id = self._free.pop()
+        else:
+            slot_id = self._unwiped.pop()
+            self._unwiped_in_use.add(slot_id)
         self._move(slot_id, "allocate")
         self._generations[slot_id] += 1
         return slot_id, self._generations[slot_id]
 
-    def take_free(self, max_slots: int) -> list[int]:
-        """Take free slots out of use, the longest free ones first. `free` gives each back."""
-        taken, self._free = self._free[:max_slots], self._free[max_slots:]
+    def mark_unwiped(self) -> None:
+        """Mark all slots to be zeroed that are free, or that are WRITING, once these are free."""
+        self._unwiped, self._free = [*self._free, *self._unwiped], []
+        writing = (i for i, state in enumerate(self._states) if state is SlotState.WRITING)
+        self._unwiped_in_use.update(writing)
+
+    def take_unwiped(self, max_slots: int) -> list[int]:
+        """Take free slots out of use to be zeroed; `free` gives each back."""
+        taken, self._unwiped = self._unwiped[:max_slots], self._unwiped[max_slots:]
         for slot_id in taken:
             self._move(slot_id, "allocate")
             self._generations[slot_id] += 1
@@ -145,7 +164,11 @@ class SlotTable:
     def free(self, slot_id: int) -> None:
         """Free a slot."""
         self._move(slot_id, "free")
-        self._free.append(slot_id)
+        if slot_id in self._unwiped_in_use:
+            self._unwiped_in_use.remove(slot_id)
+            self._unwiped.append(slot_id)
+        else:
+            self._free.append(slot_id)
 
     def state(self, slot_id: int) -> SlotState:
         """Return the state of a slot."""

@@ -204,5 +204,21 @@ def test_low_slots_are_taken_first():
     assert [slots.allocate()[0] for _ in range(3)] == [0, 2, 3]
     slots.free(2)
     slots.free(0)
-    assert slots.take_free(1) == [2], "the one that has been free longest"
+    slots.mark_unwiped()
+    assert slots.take_unwiped(1) == [2], "the one that has been free longest"
     assert slots.allocate()[0] == 0
+
+
+def test_a_slot_is_unwiped_until_it_was_zeroed():
+    """Whatever it is used for meanwhile; wiped slots are allocated first."""
+    slots = SlotTable(3)
+    filled, _ = slots.allocate()
+    slots.mark_unwiped()
+    slots.commit(filled)
+    assert (slots.num_free, slots.num_unwiped) == (2, 2)
+    assert slots.take_unwiped(1) == [2]
+    slots.free(2)
+    assert [slots.allocate()[0] for _ in range(2)] == [2, 1]
+    for slot_id in (filled, 1, 2):
+        slots.free(slot_id)
+    assert slots.take_unwiped(3) == [filled, 1]

@@ -143,6 +143,19 @@ def test_blocks_are_counted_from_the_place_of_its_blocks(boundary, num_shared):
     assert (num_tokens, is_running) == (num_shared, num_shared > 0)
 
 
+@pytest.mark.parametrize(("ends", "num_shared"), [((24,), 40), ((20, 28), 16), ((8, 13, 26), 8)])
+def test_nothing_behind_a_partial_block_is_shared(ends, num_shared):
+    """The store has the blocks behind it for that session only: others could not be saved."""
+    scheduler = make()
+    (one,) = start_alike(scheduler, [*PROMPT, 1])
+    for _ in range(3):
+        compute(scheduler)
+    for end in ends:
+        one.note_block_end(end, LIMITS.block_tokens)
+    submit(scheduler, 1, [*PROMPT, 2])
+    assert admissions(scheduler.schedule(3)) == [(1, num_shared, True)]
+
+
 def test_nothing_is_shared_while_a_load_may_fail():
     """After a successful step over its rows it cannot fail any more."""
     scheduler = make()

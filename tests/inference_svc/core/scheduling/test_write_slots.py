@@ -163,6 +163,16 @@ def test_a_wait_lasts_while_tokens_are_stored():
     assert scheduler.stalled_s == 14e-9
 
 
+def test_a_release_of_no_slots_is_no_progress():
+    """A turn that ends without tokens in the ring leaves the others' patience as it is."""
+    slots = WriteSlots(4)
+    assert slots.note_stall(5, is_stalled=True) == 5 + STALL_LIMIT_NS
+    slots.release([])
+    assert slots.note_stall(9, is_stalled=True) == 5 + STALL_LIMIT_NS
+    slots.release(slots.take(1))
+    assert slots.note_stall(12, is_stalled=True) == 12 + STALL_LIMIT_NS
+
+
 def drafts_of(planned):
     return [(chunk.request.number, len(chunk.draft)) for chunk in planned[0]]
 

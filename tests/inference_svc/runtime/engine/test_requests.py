@@ -130,14 +130,18 @@ class WhereBlocksBegin(Sink):
     def on_start(self, request):
         super().on_start(request)
         self.begins = request.boundary, request.write_buffer.first_token
+        self.whole_until = request.whole_until
 
 
 @pytest.mark.parametrize("keeps_residents", [True, False])
 @pytest.mark.parametrize("write_slots", [20, 4000])
 async def test_blocks_begin_where_the_save_begins(model, keeps_residents, write_slots):
-    """In a tight ring that is behind a partial block, and others share what ends with a block."""
+    """In a tight ring that is behind a partial block, and others share what ends before that."""
     async with running_engine(
-        model, write_slots=write_slots, keeps_residents=keeps_residents
+        model,
+        write_slots=write_slots,
+        keeps_residents=keeps_residents,
+        block_tokens=BLOCK_TOKENS,
     ) as engine:
         first = await engine.run(range(20, 60))
         await engine.loop.idle.wait()
@@ -146,6 +150,28 @@ async def test_blocks_begin_where_the_save_begins(model, keeps_residents, write_
         await engine.loop.generate(following)
         num_stored = len(first.token_ids) - 1
         begin = num_stored if write_slots == 20 else num_stored // BLOCK_TOKENS * BLOCK_TOKENS
-        assert following.sink.begins == (begin, begin)
+        first_of_block = num_stored // BLOCK_TOKENS * BLOCK_TOKENS
+        assert following.sink.begins == (first_of_block, begin)
+        assert following.sink.whole_until == (first_of_block if write_slots == 20 else None)
         engine.loop.drop(following)
+        await engine.all_released()
+
+
+async def test_blocks_that_are_cut_short_are_not_built_on(model, monkeypatch):
+    """Another session begins where the last full block before them ends: here at its beginning."""
+    monkeypatch.setattr(ring_account, "STALL_LIMIT_NS", 60 * NS_PER_S)  # a busy machine stalls
+    limits = {"write_slots": 5, "answer_tokens": 200, "block_tokens": BLOCK_TOKENS}
+    async with running_engine(model, **limits) as engine:
+        leader = engine.request(range(20, 60), 100, session="leader")
+        answer = asyncio.create_task(engine.loop.generate(leader))
+        await leader.sink.has_token.wait()
+        assert engine.counters.snapshot()["saves_cut_short"]
+        other = engine.request([*range(20, 60), 99], 2, session="other")
+        other.sink = WhereBlocksBegin(2)
+        await engine.loop.generate(other)
+        assert not answer.done()
+        assert other.sink.begins == (0, 0)
+        await answer
+        for request in (leader, other):
+            engine.loop.drop(request)
         await engine.all_released()

@@ -73,7 +73,7 @@ def freed_under_a_block(state: CacheState) -> None:
 
 
 def used_by_nobody(state: CacheState) -> None:
-    state.slots.take_free(1)
+    state.slots.allocate()
 
 
 def not_in_the_journal(state: CacheState) -> None:

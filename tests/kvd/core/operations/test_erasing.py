@@ -7,6 +7,7 @@ from kvd.core.operations.erasing import LOOKED_AT
 from kvd.core.records.actions import IoOutcome, ReadBlock, SpaceFreed, WipeSlots, WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.errors import ErasingError, LeaseLostError
+from kvd.core.records.records import StoreAnswer
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -227,6 +228,62 @@ def test_free_memory_is_wiped_in_steps(monkeypatch):
     assert [len(slot_ids) for slot_ids in wiped] == [2, 2, 1]
     assert len({slot_id for slot_ids in wiped for slot_id in slot_ids}) == 5
     assert world.engine.erasing.is_wiped()
+
+
+def test_a_slot_of_a_store_that_is_aborted_meanwhile_is_wiped(monkeypatch):
+    """It was free when the wipe began, and its engine has overwritten nothing."""
+    monkeypatch.setattr(erasing, "WIPE_BYTES", 2 * LAYOUT.block_bytes)
+    world = new_world(num_slots=6)
+    begin(world)
+    world.engine.erasing.wipe()
+    world.pump()
+    answer = world.engine.stores.prepare(OTHER_TENANT, to_bytes(ONES), 0, ENGINE_ID)
+    wiped = []
+    while world.engine.erasing.is_wiping():
+        (op_id,) = world.io_of(WipeSlots)
+        wiped += world.io[op_id].slot_ids
+        world.finish_io(op_id)
+        if answer.lease_id:
+            complete_store(world, answer, success=False)
+            answer = StoreAnswer()
+    assert sorted(wiped) == list(range(6))
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_a_slot_that_an_engine_fills_is_wiped_when_it_comes_back(success):
+    """It has the erased tenant's KV, which an outdated store does not publish."""
+    world = new_world(num_slots=4)
+    answer = prepare_store(world, A, ONES)
+    begin(world)
+    drop(world)
+    world.engine.erasing.wipe()
+    world.pump()
+    world.finish_all(WipeSlots)
+    assert not world.engine.erasing.is_wiping()
+    world.engine.erasing.end()
+    assert sorted(map(len, world.slots)) == [0, 0, 0, 4]
+    complete_store(world, answer, success=success)
+    world.quiesce()
+    assert world.slots == [[]] * 4
+    assert world.engine._state.slots.num_free == 4
+
+
+def test_another_tenants_slot_is_wiped_once_it_is_evicted():
+    """It was being filled: behind its last row there may be older bytes. The arena waits for it."""
+    world = new_world(num_slots=2)
+    answer = prepare_store(world, OTHER_TENANT, ONES)
+    begin(world)
+    world.engine.erasing.wipe()
+    world.pump()
+    world.finish_all(WipeSlots)
+    complete_store(world, answer)
+    world.quiesce()
+    assert not world.engine.release_dram()
+    world.pump()
+    world.finish_all(WipeSlots)
+    assert world.slots == [[], []]
+    assert world.engine.release_dram()
+    world.engine.drop_slots()
 
 
 def test_a_slot_that_cannot_be_zeroed_is_not_forgotten(monkeypatch):

@@ -36,6 +36,19 @@ def test_blocks_become_visible_at_completion():
     assert load(world, A, ONES + TWOS).end_token == 8
 
 
+def test_blocks_behind_a_partial_one_are_found_by_its_session_only():
+    """Another session's store of the same tokens builds on the full blocks before it."""
+    world = new_world()
+    tokens = ONES + TWOS + THREES
+    for from_token, end in ((0, 6), (6, 10)):
+        complete_store(world, prepare_store(world, A, tokens[:end], from_token))
+    assert load(world, A, tokens).end_token == 10
+    for from_token in (8, 6):
+        refused = prepare_store(world, B, tokens, from_token)
+        assert (refused.refused, refused.end_token) == ("gap", 4)
+    assert prepare_store(world, B, tokens, 4).blocks
+
+
 def test_a_failed_store_leaves_nothing():
     """complete_store(success=False) frees the slots and stores nothing."""
     world = new_world()

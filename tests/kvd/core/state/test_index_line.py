@@ -2,12 +2,24 @@
 
 import pytest
 
-from kvd.core.io import writing
 from kvd.core.records.actions import CommitIndex, DropBlock, DropSession, HashSlot, PutBlock, PutUse
 from kvd.core.records.entries import BlockRecord, Pin
+from kvd.core.state import index_line
 from kvd.core.state.index_line import ENTRY_BYTES, IndexLine
 from kvd.core.state.session import Session
-from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, load, new_world, store, tiers_of
+from tests.kvd.core.turns import (
+    ONES,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    load,
+    new_world,
+    prepare_store,
+    store,
+    tiers_of,
+)
 from tests.property.cache_world import to_bytes
 
 KEYS = (A, B, C)
@@ -169,7 +181,7 @@ def test_sessions_that_come_and_go_while_the_index_is_behind_leave_nothing():
 
 def test_no_block_is_written_while_the_index_is_far_behind(monkeypatch):
     """Blocks stay in DRAM; once the index has taken its rows they are written automatically."""
-    monkeypatch.setattr(writing, "MOST_ENTRIES_WAITING", 2)
+    monkeypatch.setattr(index_line, "MOST_ENTRIES_WAITING", 2)
     world = new_world()
     world.row_bytes = 0
     store(world, A, ONES + TWOS + THREES, settle=False)
@@ -182,6 +194,22 @@ def test_no_block_is_written_while_the_index_is_far_behind(monkeypatch):
     assert tiers_of(world, B) == ["D", "D"]
     world.quiesce()
     assert tiers_of(world, B) == ["DS", "DS"]
+
+
+def test_no_unwritten_block_is_evicted_while_the_index_is_far_behind(monkeypatch):
+    """A store waits for its slots: the dirty blocks are written once the index has caught up."""
+    monkeypatch.setattr(index_line, "MOST_ENTRIES_WAITING", 0)
+    world = new_world(num_slots=2)
+    world.row_bytes = 0
+    store(world, A, TWOS + THREES, settle=False)
+    assert tiers_of(world, A) == ["D", "D"]
+    assert not world.io
+    assert prepare_store(world, B, [7] * 8).refused == "wait"
+    assert tiers_of(world, A) == ["D", "D"]
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS", "DS"]
+    store(world, B, [7] * 8)
+    assert load(world, A, TWOS + THREES).end_token == 8
 
 
 def test_uncommitted_blocks_are_known():
