@@ -63,6 +63,12 @@ def test_commands_without_a_daemon(programs):
     assert run(programs, "kvd", "config", "check").returncode == 0
 
 
+def test_it_has_what_is_compiled_at_start(programs):
+    """The source of the attention kernel for CPUs, which is no Python."""
+    (source,) = programs.parent.rglob("inference_svc/runtime/cpu/decode_attention.cpp")
+    assert "attend_decode" in source.read_text()
+
+
 async def test_a_daemon_starts_and_answers(programs, tmp_path):
     """kvd serves, and `kvd ls` and the inference client get its answers."""
     places = ("--runtime-dir", str(tmp_path / "run"), "--state-dir", str(tmp_path / "state"))
