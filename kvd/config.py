@@ -230,9 +230,9 @@ class LimitSettings(Section):
     max_engines: int = Field(default=64, ge=1)
     max_layouts: int = Field(default=8, ge=1)
     max_tenants: int = Field(default=10_000, ge=1)
-    max_leases: int = Field(default=4096, ge=1)
-    max_rpcs: int = Field(default=1024, ge=8)
-    max_queue_jobs: int = Field(default=10_000, ge=1)
+    max_leases: int = Field(default=4096, ge=1, le=1_000_000)  # each reserves memory
+    max_rpcs: int = Field(default=1024, ge=8, le=1_000_000)
+    max_queue_jobs: int = Field(default=10_000, ge=1, le=1_000_000)
     max_watchers: int = Field(default=16, ge=1)
     max_streams_per_client: int = Field(default=8, ge=1)
     sessions_page: int = Field(default=1000, ge=1, le=10_000)

@@ -5,7 +5,7 @@ import io
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -151,3 +151,12 @@ async def run_cli(*arguments: str) -> tuple[int, str, str]:
         await asyncio.to_thread(main, list(arguments))
     code = ended.value.code
     return code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue()
+
+
+async def pipe_to_reader(path: Path) -> int:
+    """Open a named pipe for writing as soon as somebody reads it."""
+    async with asyncio.timeout(EXIT_S):
+        while True:
+            with suppress(OSError):
+                return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            await asyncio.sleep(0.01)

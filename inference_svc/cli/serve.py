@@ -1,5 +1,6 @@
 """`inference-svc serve`, and `inference-svc config`, which shows and checks its settings."""
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -90,6 +91,8 @@ def _run(config: Path | None, flags: Mapping[str, object]) -> None:
     from shared.config.settings import warn_of_overridden
     from shared.process.log import configure_logging
 
+    # A SIGHUP during the start waits until it can reload, instead of ending the process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
     loaded = load_inference_settings(config, flags)
     require_engine()
     configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)

@@ -1,6 +1,6 @@
 """The parts of the HTTP API that its handlers share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -73,7 +73,13 @@ class Api:
         data = await self.slots.read(request)
         body = self._decode(kind, data)
         chain = self.completion.chain(caller)
-        return TurnRequest(request, caller, body, data.digest, chain, self.settings, self.gateway)
+        parts = (request, caller, body, data.digest, chain, self.settings, self.gateway)
+        turn_request = TurnRequest(*parts)
+        key = turn_request.repeat_key
+        if key is None:
+            return turn_request
+        created_s = await self.store.first_use(caller.tenant, key, turn_request.created_s)
+        return replace(turn_request, created_s=created_s)
 
     async def read_body(self, request: web.Request, kind: type[M]) -> M:
         """Read the body of a request that asks for no turn.

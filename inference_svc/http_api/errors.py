@@ -3,7 +3,8 @@
 The body of an error depends on the client's API: `openai/dialect.py`, `anthropic/dialect.py`.
 Its message ends with the remedy, and its code is the error's reason.
 
-InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
+InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json,
+                    response_without_answer
 NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
                     item_not_found, chat_not_found, unknown_url
 StateError          history_unknown, response_not_complete
@@ -74,6 +75,12 @@ class UnknownParameterError(RequestError):
     """A member of the body is unknown."""
 
     reason = "unknown_parameter"
+
+
+class UnansweredResponseError(RequestError):
+    """A response that a request follows was cancelled, or has failed: it has no answer."""
+
+    reason = "response_without_answer"
 
 
 class InvalidJsonError(RequestError):
@@ -181,6 +188,16 @@ def unfinished_response(response_id: str) -> UnfinishedResponseError:
     return UnfinishedResponseError(
         f"the response {response_id[:80]!r} is not complete yet",
         "retrieve it until it is complete, or cancel it",
+    )
+
+
+def unanswered_response(response_id: str, *, is_cancelled: bool) -> UnansweredResponseError:
+    """Make the error of a request that follows a response which ended without an answer."""
+    ending = "was cancelled" if is_cancelled else "has failed"
+    return UnansweredResponseError(
+        f"the response {response_id[:80]!r} {ending}: it has no answer to continue",
+        "follow the response before it, or send the whole conversation as input",
+        "previous_response_id",
     )
 
 

@@ -1,7 +1,8 @@
 """Requests for turns, of all APIs: their caller, their headers, and the turns they ask for."""
 
+import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -67,6 +68,8 @@ class TurnRequest(Generic[B]):
         chain: makes the digests of the tenant's histories.
         settings: the section [openai].
         gateway: the service's gateway, which has the model's format of tool calls.
+        created_s: Unix time in seconds when the first request under its idempotency key arrived;
+            without a key, when it arrived itself.
     """
 
     request: web.Request
@@ -76,6 +79,7 @@ class TurnRequest(Generic[B]):
     chain: HistoryChain
     settings: OpenAISettings
     gateway: Gateway
+    created_s: int = field(default_factory=lambda: int(time.time()))
 
     def turn(
         self,

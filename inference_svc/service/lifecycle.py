@@ -3,7 +3,7 @@
 SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run
                   continue until server.drain_s, their KV is saved; then the process ends
 a second one      all turns that are left are handed back at once
-SIGHUP            the settings are read again (`config.LIVE_KEYS`)
+SIGHUP            the settings are read again (`config.LIVE_KEYS`); during the start, after it
 """
 
 import asyncio
@@ -44,11 +44,12 @@ class Signals:
         self.reload = asyncio.Event()
 
     def listen(self) -> None:
-        """Handle the process's signals on the running loop."""
+        """Handle the process's signals on the running loop, those of the start included."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_stop)
         loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # `serve` blocks it
 
     def _on_stop(self) -> None:
         """Stop at the first signal; stop at once at the second."""

@@ -11,7 +11,7 @@ import typer
 from kvd import config
 from kvd.cli.options import AsJson, Config, print_json
 from shared.config.lazy_commands import WholeHelp
-from shared.encryption.key_file import KeyFileError
+from shared.encryption.key_file import CREDENTIALS_ENV, KeyFileError, is_credential
 
 key_app = typer.Typer(
     cls=WholeHelp,
@@ -41,7 +41,7 @@ def key_new(file: KeyFile, as_json: AsJson = False) -> None:
 def key_rotate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The new key, of kvd key new.")],
     old: Annotated[
-        str | None, typer.Option(help="File of the previous key. Default: encryption.key_file.")
+        Path | None, typer.Option(help="File of the previous key. Default: encryption.key_file.")
     ] = None,
     config_file: Config = None,
     state_dir: StateDir = None,
@@ -55,10 +55,8 @@ def key_rotate(
     from shared.encryption.key_file import read_key
 
     settings = config.load(config_file, {"state_dir": state_dir}).settings
-    name = old or settings.encryption.key_file
-    if not name:
-        raise KeyFileError("the old key is not given", "give its file with --old")
-    before, after = read_key(name), read_key(str(file.absolute()))
+    before = read_key(str(old.absolute()) if old else _key_in_force(settings))
+    after = read_key(str(file.absolute()))
     with _no_kvd_running(settings.state_dir):
         index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
         num_tenants = rotate_master_key(index, volumes, before, after, NoFaults())
@@ -67,6 +65,23 @@ def key_rotate(
         return
     typer.echo(f"{num_tenants} tenants' keys are wrapped by key {after.fingerprint[:8]}")
     typer.echo(f"set encryption.key_file to {file.absolute()}, start kvd, and destroy the old key")
+
+
+def _key_in_force(settings: config.Settings) -> str:
+    """Return the setting encryption.key_file, if this process can read what it names.
+
+    Raises:
+        KeyFileError: it is not set, or is a credential that systemd passes to kvd alone.
+    """
+    name, remedy = settings.encryption.key_file, "give the file of the old key with --old"
+    if not name:
+        raise KeyFileError("encryption.key_file is not set", remedy)
+    if is_credential(name) and CREDENTIALS_ENV not in os.environ:
+        raise KeyFileError(
+            f"encryption.key_file is the credential {name!r}, which systemd passes to kvd alone",
+            remedy,
+        )
+    return name
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from kvd.cli.filters import DEFAULT_TENANT, check_chosen, parse_option
 from kvd.cli.moving import open_named_store
-from kvd.cli.options import AsJson, RuntimeDir, Yes, confirm, print_json
+from kvd.cli.options import AsJson, Model, RuntimeDir, Yes, confirm, print_json
 from kvd.client.connection import open_client
+from kvd.errors import UnclearSelectionError
 from kvd.following.status import FollowerStatus, read_status
 from kvd.remote.catalog import Catalog, Listed
 from kvd.remote.errors import DamagedRemoteError
@@ -78,6 +79,7 @@ def remote_rm(
     tenant: Annotated[
         str, typer.Option("--tenant", help="Tenant of the sessions, or all of this tenant's.")
     ] = "",
+    model: Model = "",
     everything: Annotated[bool, typer.Option("--all", help="Every session.")] = False,
     yes: Yes = False,
     runtime_dir: RuntimeDir = None,
@@ -86,9 +88,13 @@ def remote_rm(
     """Remove sessions from an object store; sweeps remove their data after a day or more."""
     named = session or []
     check_chosen("remove", named, tenant, everything=everything)
+    if model and not named:
+        raise UnclearSelectionError(
+            "--model has no effect without --session", "name sessions, or leave it out"
+        )
     where, store = _open(url, runtime_dir)
     catalog = Catalog(store)
-    listed = _named(catalog, tenant, named) if named else catalog.sessions(tenant)
+    listed = _named(catalog, tenant, named, model) if named else catalog.sessions(tenant)
     num_sessions = len(listed.sessions) + len(listed.damaged)
     if num_sessions and not yes:
         confirm(f"Remove {counted(num_sessions, 'session')} from {where}?")
@@ -219,13 +225,19 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in counts.items()) or "none"
 
 
-def _named(catalog: Catalog, tenant: str, named: Sequence[str]) -> Listed:
-    """Return the sessions of some ids, and those of them whose manifests are damaged."""
+def _named(catalog: Catalog, tenant: str, named: Sequence[str], model: str) -> Listed:
+    """Return the sessions of some ids, and those of them whose manifests are damaged.
+
+    Raises:
+        DamagedRemoteError: a model is given, and a manifest is damaged, which may be another's.
+    """
     listed = Listed([], [])
     for session in named:
         try:
-            listed.sessions.append(catalog.find(tenant or DEFAULT_TENANT, session))
+            listed.sessions.append(catalog.find(tenant or DEFAULT_TENANT, session, model))
         except DamagedRemoteError:
+            if model:
+                raise
             listed.damaged.extend(catalog.sessions_of(tenant or DEFAULT_TENANT, session).damaged)
     return listed
 

@@ -7,7 +7,15 @@ a group; `params`, with `opts` and `is_flag`.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from shared.types.errors import InvalidInputError
+
 END = "--"  # no word after it is an option
+
+
+class UnreadableArgumentError(InvalidInputError):
+    """A word of the command line is not UTF-8, so it can be no name and no value."""
+
+    reason = "unreadable_argument"
 
 
 def arrange_options(root: Any, words: Sequence[str], movable: Iterable[str]) -> list[str]:
@@ -19,7 +27,11 @@ def arrange_options(root: Any, words: Sequence[str], movable: Iterable[str]) -> 
         root: the program's command.
         words: the words typed after the program's name.
         movable: long names of the options to move; each takes a value.
+
+    Raises:
+        UnreadableArgumentError: a word is not UTF-8.
     """
+    _check_readable(words)
     typed = list(words)
     tail = [typed.pop() for _ in range(len(typed) - typed.index(END))] if END in typed else []
     path, moved, kept = [root], [], []
@@ -41,6 +53,17 @@ def arrange_options(root: Any, words: Sequence[str], movable: Iterable[str]) -> 
         else:
             kept[at_command:at_command] = values
     return kept + tail[::-1]
+
+
+def _check_readable(words: Sequence[str]) -> None:
+    """Check that no word has bytes that are not UTF-8, which Python turns into surrogates."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UnreadableArgumentError(
+                f"the argument {word[:80]!r} is not UTF-8", "write it in UTF-8"
+            ) from error
 
 
 def _parts(

@@ -41,6 +41,11 @@ def new_key() -> SecretKey:
     return SecretKey(secrets.token_bytes(KEY_BYTES))
 
 
+def is_credential(key_file: str) -> bool:
+    """Return whether a setting names a systemd credential, instead of a path."""
+    return "/" not in key_file
+
+
 def read_key(key_file: str) -> SecretKey:
     """Read a key.
 
@@ -60,7 +65,7 @@ def read_key(key_file: str) -> SecretKey:
             f"cannot read the key file {path} ({error.strerror})",
             f"create one with: kvd key new {path}; or let the user of this process read it",
         ) from error
-    if "/" in key_file and mode & _TOO_OPEN:
+    if not is_credential(key_file) and mode & _TOO_OPEN:
         raise KeyFileError(
             f"other users may read the key file {path} (mode {mode & 0o777:o})",
             f"run: chmod 600 {path}",
@@ -102,7 +107,7 @@ def write_key(path: Path, key: SecretKey) -> None:
 
 def _path_of(key_file: str) -> Path:
     """Return the path of a key file or systemd credential."""
-    if "/" in key_file:
+    if not is_credential(key_file):
         return Path(key_file)
     directory = os.environ.get(CREDENTIALS_ENV)
     if not directory:

@@ -63,6 +63,10 @@ async def test_a_response_is_cancelled(api, opening):
         cancelled = await client.responses.cancel(begun.id)
         assert (cancelled.id, cancelled.status, cancelled.output) == (begun.id, "cancelled", [])
     assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="was cancelled") as refused:
+        await client.responses.create(model=MODEL, input="?", previous_response_id=begun.id)
+    assert refused.value.code == "response_without_answer"
+    assert refused.value.param == "previous_response_id"
     for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
         with pytest.raises(openai.NotFoundError):
             await getattr(api.client("globex").responses, call.__name__)(begun.id)

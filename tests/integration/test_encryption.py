@@ -278,7 +278,7 @@ async def test_kvd_does_not_start_without_its_key(world, key):
         assert path.read_text().strip() not in world.kvd.log()
 
 
-async def test_a_key_is_rotated(world, key):
+async def test_a_key_is_rotated(world, key, monkeypatch):
     """The sessions' keys are wrapped by another key while kvd is down.
 
     The old key opens nothing.
@@ -295,9 +295,17 @@ async def test_a_key_is_rotated(world, key):
     assert not nowhere.exists()
     await world.kvd.stop()
     old_secret = _wrapped_keys(world, "b")
+    unset = await run_cli("key", "rotate", str(new), *state)
+    assert (unset[0], "with --old" in unset[2]) == (REFUSED, True)
+    monkeypatch.setenv("KVD_ENCRYPTION__KEY_FILE", "kvd-key")
+    unseen = await run_cli("key", "rotate", str(new), *state)
+    assert (unseen[0], "credential 'kvd-key'" in unseen[2], "with --old" in unseen[2]) == (
+        *(REFUSED, True, True),
+    )
     wrong = await run_cli("key", "rotate", str(key), "--old", str(new), *state)
     assert (wrong[0], "--old" in wrong[2]) == (REFUSED, True)
-    code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *state)
+    monkeypatch.chdir(key.parent)  # bare names are files there
+    code, _, stderr = await run_cli("key", "rotate", new.name, "--old", key.name, *state)
     assert code == 0, stderr
     assert not _files_having(world, old_secret)
     assert "not the one" in await world.refusal()

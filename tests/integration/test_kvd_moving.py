@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from kvd.remote.catalog import Catalog
+from kvd.remote.names import session_place
+from shared.blobs.opening import open_store
 from shared.encryption.key_file import new_key, write_key
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.types.session_key import SessionKey
 from tests.kvd_polling import sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of
 
 TOKENS = list(range(100, 1150))  # 65 blocks of 8 KiB and 10 tokens
 SIZES = ("--dram", "4MB", "--ssd", "8MB")
-FENCED, EXISTS, NOT_THERE, DAMAGED = 4, 5, 3, 5
+FENCED, EXISTS, NOT_THERE, DAMAGED, SEVERAL = 4, 5, 3, 5, 5
 
 
 async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
@@ -187,6 +192,28 @@ async def test_damaged_manifests_hide_no_others(tmp_path: Path, store) -> None:
         await damage(1)
         assert (await _json(kvd, "remote", "rm", url, "--all", "--yes"))["num_sessions"] == 3
         assert await _json(kvd, "remote", "ls", url) == {"sessions": [], "damaged": []}
+
+
+async def test_a_name_of_several_models_is_removed_for_one(tmp_path: Path, store) -> None:
+    """The refusal names the option that chooses; it goes with names only."""
+    directory, url = store
+    catalog = Catalog(open_store(url))
+    for model in ("aa", "bb"):
+        named = pb.SessionKey(tenant="default", model=model, session_id="s")
+        place = session_place(SessionKey("default", model, "s"))
+        catalog.replace(place, None, pb.SessionManifest(session=named, epoch=1))
+    remove = ("remote", "rm", url, "--yes", "--json")
+    code, _, said = await run_cli(*remove, "--session", "s")
+    assert (code, "choose one with --model" in said) == (SEVERAL, True)
+    code, _, said = await run_cli(*remove, "--all", "--model", "a")
+    assert (code, "--session" in said) == (2, True)
+    code, said, _ = await run_cli(*remove, "--session", "s", "--model", "a")
+    assert (code, json.loads(said)["num_sessions"]) == (0, 1)
+    left = catalog.sessions().sessions
+    assert [pushed.manifest.session.model for pushed in left] == ["bb"]
+    next(path for path in _objects(directory, "sessions")).write_bytes(b"no manifest")
+    code, _, said = await run_cli(*remove, "--session", "s", "--model", "b")
+    assert (code, "damaged" in said) == (DAMAGED, True)
 
 
 async def test_removed_and_swept(tmp_path: Path, store) -> None:

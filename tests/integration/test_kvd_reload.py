@@ -6,12 +6,12 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from shared.access.tokens import new_token, token_digest
 from tests.kvd_polling import eventually, sessions_of
-from tests.processes import KvdProcess, run_cli
+from tests.processes import KvdProcess, pipe_to_reader, run_cli
 from tests.synthetic_engine import attached_engine, key_of
 
 SIZES = ("--dram", "1MB", "--ssd", "4MB")
@@ -174,7 +174,7 @@ async def test_a_signal_during_the_start_reloads_after_it(tmp_path: Path) -> Non
     kvd = KvdProcess(tmp_path, (*SIZES, "--config", str(settings)))
     starting = asyncio.create_task(kvd.start())
     try:
-        with os.fdopen(await _pipe_to_reader(settings), "w") as pipe:
+        with os.fdopen(await pipe_to_reader(settings), "w") as pipe:
             assert kvd._process is not None
             kvd._process.send_signal(signal.SIGHUP)
             pipe.write('[limits]\ndrain = "2s"\n')
@@ -187,15 +187,6 @@ async def test_a_signal_during_the_start_reloads_after_it(tmp_path: Path) -> Non
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await kvd.stop()
-
-
-async def _pipe_to_reader(path: Path) -> int:
-    """Open a named pipe for writing as soon as somebody reads it."""
-    async with asyncio.timeout(30):
-        while True:
-            with suppress(OSError):
-                return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            await asyncio.sleep(0.01)
 
 
 async def _next_notification(supervisor: socket.socket) -> list[str]:

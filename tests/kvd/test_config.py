@@ -144,6 +144,9 @@ def _with_examples() -> str:
         ("clients.a.tenants", "", "list the tenants"),
         ("clients.a.roles", "boss", "'reader' or 'operator'"),
         ("log.level", "loud", "'debug', 'info'"),
+        ("limits.max_leases", "1000000000", "1000000"),
+        ("limits.max_rpcs", "10000000000", "1000000"),
+        ("limits.max_queue_jobs", "10000000000", "1000000"),
     ],
 )
 def test_bad_values_are_reported_with_the_accepted_ones(key, value, accepted):

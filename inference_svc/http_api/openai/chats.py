@@ -3,7 +3,6 @@
 *Source:* OpenAI API reference, "Chat". `session_id` is this service's own, in body and answer.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Self
@@ -166,7 +165,7 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
         kind="chat.completion",
         chunk_kind="chat.completion.chunk",
         answer_id=CHAT + turn_request.chain.id_of("completion", turns[0].request_id),
-        created=int(time.time()),
+        created=turn_request.created_s,
         model=body.model,
         fingerprint=api.model.fingerprint,
         includes_usage=body.stream_options.include_usage,

@@ -7,7 +7,6 @@ tenant's other sessions. A request that names a session continues it, and sends 
 own.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
@@ -119,7 +118,7 @@ async def create_completion(api: Api, request: web.Request) -> web.StreamRespons
         kind="text_completion",
         chunk_kind="text_completion",
         answer_id="cmpl-" + turn_request.chain.id_of("completion", turns[0].request_id),
-        created=int(time.time()),
+        created=turn_request.created_s,
         model=body.model,
         fingerprint=api.model.fingerprint,
         includes_usage=body.stream_options.include_usage,

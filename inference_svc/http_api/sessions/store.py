@@ -28,6 +28,7 @@ from inference_svc.http_api.sessions.lookup import (
 from inference_svc.http_api.sessions.store_file import (
     FILE_NAME,
     HISTORIES,
+    KEY_USES,
     REQUESTS,
     RESPONSES,
     SESSIONS,
@@ -229,6 +230,18 @@ class ApiStore:
             return None
         body, session_id, turns, first, history, named = row
         return StoredRequest(body, Route(session_id, turns, first, history, bool(named)))
+
+    async def first_use(self, tenant: str, request_key: bytes, now_s: int) -> int:
+        """Return the Unix time at which a key was first used; if it is new, store that as now."""
+
+        def find() -> int:
+            row = self._row("SELECT unix_s FROM key_uses WHERE id = ?", request_key)
+            if row is not None:
+                return int(row[0])
+            self._tables.insert(KEY_USES, [(request_key, now_s, tenant)])
+            return now_s
+
+        return await self._try(find, now_s)
 
     async def keep_request(self, tenant: str, request_key: bytes, request: StoredRequest) -> None:
         """Store the route of a request; call it before the turn is submitted."""

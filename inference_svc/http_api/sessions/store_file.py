@@ -89,9 +89,10 @@ RESPONSES = Table("responses", 9, "id")
 REQUESTS = Table("requests", 9, "id")
 INPUTS = Table("inputs", 5, "id")
 CHATS = Table("chats", 8, "id")
+KEY_USES = Table("key_uses", 4, "id")
 UNANSWERED = Table("unanswered", 7, "id")
 SESSIONS = Table("sessions", 3, "tenant", "session")  # not pruned: a row's session goes with it
-PRUNED = (HISTORIES, RESPONSES, REQUESTS, UNANSWERED)
+PRUNED = (HISTORIES, RESPONSES, REQUESTS, KEY_USES, UNANSWERED)
 
 
 @contextmanager
@@ -247,6 +248,10 @@ CREATE TABLE IF NOT EXISTS inputs (         -- of responses: their items, as JSO
 CREATE INDEX IF NOT EXISTS inputs_tenant ON inputs (tenant, used, size);
 CREATE TRIGGER IF NOT EXISTS inputs_go AFTER DELETE ON responses
     BEGIN DELETE FROM inputs WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS key_uses (       -- when an idempotency key was first used
+    id BLOB PRIMARY KEY, unix_s INTEGER NOT NULL, tenant TEXT NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE INDEX IF NOT EXISTS key_uses_tenant ON key_uses (tenant, used);
 CREATE TABLE IF NOT EXISTS unanswered (     -- responses in the background
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, facts TEXT NOT NULL, state TEXT NOT NULL,
     code TEXT NOT NULL, message TEXT NOT NULL, used INTEGER NOT NULL

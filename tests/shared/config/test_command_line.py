@@ -53,6 +53,22 @@ def test_both_programs_print_their_version(main, asked, capsys):
 
 
 @pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (kvd, ["show", "a\udcff"], "kvd: the argument 'a\\udcff' is not UTF-8: "),
+        (kvd, ["ls", "--tenant", "\udcff"], "kvd: the argument '\\udcff' is not UTF-8: "),
+        (inference_cli.main, ["why", "\udcff"], "inference-svc: the argument '\\udcff' is "),
+    ],
+)
+def test_arguments_that_are_not_utf8_are_bad_usage(main, words, said, capsys):
+    """Python passes their bytes on as surrogates, which no peer could be sent."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
     ("main", "group"),
     [(kvd, []), (kvd, ["config"]), (inference_cli.main, []), (inference_cli.main, ["bench"])],
     ids=["kvd", "kvd-config", "inference-svc", "inference-svc-bench"],

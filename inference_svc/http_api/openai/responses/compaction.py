@@ -12,7 +12,6 @@ conversation.
 the item; here the model is asked to keep what matters of them.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -81,7 +80,7 @@ async def compact_response(api: Api, request: web.Request) -> web.Response:
     compaction: dict[str, Any] = {
         "id": turn.response_id,
         "object": "response.compaction",
-        "created_at": int(time.time()),
+        "created_at": turn_request.created_s,
         "output": [
             {
                 "id": f"{PREFIXES[COMPACTION]}_{name}",

@@ -1,7 +1,6 @@
 """Turns of responses: the turn that a request asks for, and the turns of stored responses."""
 
 import json
-import time
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import (
     RequestError,
+    unanswered_response,
     unfinished_response,
     unknown_response,
 )
@@ -22,7 +22,7 @@ from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.requests import TurnRequest
 from inference_svc.http_api.sessions.history_chain import HistoryChain, open_chain
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
-from inference_svc.http_api.sessions.lookup import ResponseInfo, StoredResponse
+from inference_svc.http_api.sessions.lookup import CANCELLED, ResponseInfo, StoredResponse
 from inference_svc.openai_settings import OpenAISettings
 from shared.types.errors import NotFoundError
 
@@ -112,7 +112,7 @@ def make_turn(
     stored_input = json.dumps(objects_of(body.input), ensure_ascii=False) if body.store else ""
     input_bytes = len(stored_input.encode())
     info = ResponseInfo(
-        created_s=int(time.time()),
+        created_s=turn_request.created_s,
         model=body.model,
         instructions=instructions[:MAX_KEPT],
         instructions_digest=_open_chain(api, turn_request).id_of("instructions", instructions),
@@ -160,6 +160,7 @@ async def find_stored(
     Raises:
         UnknownResponseError: the tenant has none of that id.
         UnfinishedResponseError: it has no answer yet.
+        UnansweredResponseError: a turn is to follow it, and it has ended without an answer.
         TranscriptUnavailableError: it is not here, and the object store does not answer.
     """
     if api.background.find(caller.tenant, response_id) is not None:
@@ -167,9 +168,12 @@ async def find_stored(
     is_ours = response_id.isascii() and response_id.startswith("resp_")
     responses = api.completion.responses
     stored = await responses.find(caller, response_id, is_followed=is_followed) if is_ours else None
-    if stored is None:
-        raise unknown_response(response_id)
-    return stored
+    if stored is not None:
+        return stored
+    found = await api.store.find_unanswered(caller.tenant, response_id) if is_followed else None
+    if found is not None:
+        raise unanswered_response(response_id, is_cancelled=found.state == CANCELLED)
+    raise unknown_response(response_id)
 
 
 async def recorded_turn(
