@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import pytest
 import pytest_asyncio
 
 from kvd.core.records.extent_shape import ExtentShape
@@ -22,12 +21,6 @@ from tests.synthetic_engine import (
     key_of,
     small_layout,
 )
-
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    # Each test continues with the disk as the previous one has left it.
-    pytest.mark.random_order(disabled=True),
-]
 
 ATTACH_S = 30.0
 REFUSED = 78
@@ -106,18 +99,17 @@ def _files_with(directory: Path, number: int) -> set[str]:
     return {path.suffix for path in files if any(x in path.read_bytes() for x in traces)}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory):
+@pytest_asyncio.fixture
+async def world(tmp_path):
     """Run a kvd without a key and without sessions; DRAM is kept over restarts."""
-    directory = tmp_path_factory.mktemp("enc")
-    kvd = KvdProcess(directory, SIZES)
+    kvd = KvdProcess(tmp_path, SIZES)
     await kvd.start()
     async with attached_engine(kvd.runtime_dir, LAYOUT) as engine:
         yield World(kvd, engine)
     assert await kvd.stop() == 0, kvd.log()[-3000:]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture
 async def key(world):
     """Write a key file."""
     path = world.kvd.log_path.parent / "master.key"
@@ -127,7 +119,14 @@ async def key(world):
     return path
 
 
-# The tests follow one another: each takes the state directory as the previous one has left it.
+@pytest_asyncio.fixture
+async def encrypted(world, key):
+    """Let the kvd encrypt, with a session of tenant b stored."""
+    world.use_key(key)
+    world.kvd._environment["KVD_DRAM__KEEP"] = "file"
+    await world.restart()
+    await world.store("b", 6)
+    return world
 
 
 async def test_without_a_key_a_secure_flush_is_refused(world):
@@ -142,6 +141,7 @@ async def test_without_a_key_a_secure_flush_is_refused(world):
 
 async def test_turning_encryption_on_keeps_plain_blocks(world, key):
     """Old blocks are served, new ones are encrypted; no tenant can be erased by its key alone."""
+    await world.store("old", 1)
     world.use_key(key)
     world.kvd._environment["KVD_DRAM__KEEP"] = "none"  # from SSD
     await world.restart()
@@ -162,6 +162,10 @@ async def test_turning_encryption_on_keeps_plain_blocks(world, key):
 
 async def test_erasing_everything_removes_plain_blocks(world, key):
     """Afterwards neither disk nor memory has any part of any session, encrypted or not."""
+    await world.store("old", 1)
+    world.use_key(key)
+    await world.restart()
+    await world.store("a", 2)
     world.kvd._environment["KVD_DRAM__KEEP"] = "file"
     await world.restart()
     await world.store("old", 3)
@@ -179,10 +183,11 @@ async def test_erasing_everything_removes_plain_blocks(world, key):
     )
 
 
-async def test_erasing_a_tenant_leaves_the_others(world):
+async def test_erasing_a_tenant_leaves_the_others(encrypted):
     """Its sessions are misses, now and later, and no file has its key; the others' are hits."""
-    for tenant, number in (("a", 4), ("a", 5), ("b", 6)):
-        await world.store(tenant, number)
+    world = encrypted
+    for number in (4, 5):
+        await world.store("a", number)
     secret = _wrapped_keys(world, "a")
     assert _files_having(world, secret)
     code, _ = await world.erase("--tenant", "a", "--dry-run")
@@ -202,8 +207,9 @@ async def test_erasing_a_tenant_leaves_the_others(world):
     assert _wrapped_keys(world, "a") != secret
 
 
-async def test_engines_run_on_while_a_tenant_is_erased(world):
+async def test_engines_run_on_while_a_tenant_is_erased(encrypted):
     """Loads meanwhile are complete, refused or missed; after the answer they are misses."""
+    world = encrypted
     for number in range(10, 16):
         await world.store("a", number)
     done = asyncio.Event()
@@ -249,19 +255,19 @@ async def _load_and_complete(engine: SyntheticEngine, number: int) -> None:
     assert not wrong
 
 
-async def test_a_single_session_cannot_be_erased(world):
+async def test_a_single_session_cannot_be_erased(encrypted):
     """Only a whole tenant has a key of its own."""
-    code, said = await world.cli("flush", "s6", "--tenant", "b", "--secure", "--yes")
+    code, said = await encrypted.cli("flush", "s6", "--tenant", "b", "--secure", "--yes")
     assert code != 0
-    assert await world.is_stored("b", 6), said
+    assert await encrypted.is_stored("b", 6), said
 
 
-async def test_kvd_does_not_start_without_its_key(world, key):
+async def test_kvd_does_not_start_without_its_key(encrypted, key):
     """Nor does it with another key.
 
     It names the key it needs, changes nothing, and shows no key.
     """
-    other = key.with_name("other.key")
+    world, other = encrypted, key.with_name("other.key")
     await run_cli("key", "new", str(other))
     world.use_key(other)
     said = await world.refusal()
@@ -278,12 +284,12 @@ async def test_kvd_does_not_start_without_its_key(world, key):
         assert path.read_text().strip() not in world.kvd.log()
 
 
-async def test_a_key_is_rotated(world, key, monkeypatch):
+async def test_a_key_is_rotated(encrypted, key, monkeypatch):
     """The sessions' keys are wrapped by another key while kvd is down.
 
     The old key opens nothing.
     """
-    new = key.with_name("new.key")
+    world, new = encrypted, key.with_name("new.key")
     await run_cli("key", "new", str(new))
     state = ("--state-dir", str(world.kvd.state_dir))
     code, _, stderr = await run_cli("key", "rotate", str(new), "--old", str(key), *state)
@@ -315,8 +321,10 @@ async def test_a_key_is_rotated(world, key, monkeypatch):
     assert (await world.load("b", 6)).tiers == {"ssd"}
 
 
-async def test_damage_is_a_counted_miss(world):
+async def test_damage_is_a_counted_miss(encrypted):
     """An encrypted block with a flipped bit is not served, and the next one is."""
+    world = encrypted
+    world.kvd._environment["KVD_DRAM__KEEP"] = "none"
     await world.store("b", 8)
     await world.kvd.stop()
     (segment,) = world.kvd.state_dir.rglob("*.segment")
@@ -335,9 +343,11 @@ async def test_damage_is_a_counted_miss(world):
     assert (await world.load("b", 6)).tiers == {"ssd"}
 
 
-async def test_turning_encryption_off_keeps_encrypted_blocks(world):
+async def test_turning_encryption_off_keeps_encrypted_blocks(encrypted, key):
     """With the key present and encryption off, old blocks are served and new ones are plain."""
-    world.use_key(Path(world.kvd._environment["KVD_ENCRYPTION__KEY_FILE"]), enabled=False)
+    world = encrypted
+    world.use_key(key, enabled=False)
+    world.kvd._environment["KVD_DRAM__KEEP"] = "none"
     await world.restart()
     await world.store("b", 7)
     assert world.on_disk(7) == {".segment"}
