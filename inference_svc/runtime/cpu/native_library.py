@@ -42,14 +42,16 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
     command = [*compiler, *OPTIONS]
     openmp = _loaded_openmp()
     directory = _directory(environ)
-    path = directory / f"decode_attention-{_name(command, openmp)}.so"
-    with suppress(OSError):  # not there, or cut off by a crash
-        return ctypes.CDLL(str(path))
     try:
+        path = directory / f"decode_attention-{_name(command, openmp)}.so"
+        with suppress(OSError):  # not there, or cut off by a crash
+            return ctypes.CDLL(str(path))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
             _compile([*command, str(SOURCE), *openmp, "-o", str(made)])
+            with made.open("rb") as library:
+                os.fsync(library.fileno())  # a name on disk stands for whole contents
             made.replace(path)
         return ctypes.CDLL(str(path))
     except OSError as error:
