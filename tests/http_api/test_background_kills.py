@@ -60,7 +60,7 @@ async def test_the_service_is_killed(api, long, opening):
         (end,) = [event async for event in stream]
         assert (end.type, end.sequence_number) == ("response.failed", number + 1)
         assert end.response.error == found.error
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="has failed"):
             await client.responses.create(input="?", previous_response_id=begun.id, **short)
         assert await list_items(client, talk) == before
         again = await client.responses.create(input="Go on.", conversation=talk.id, **short)
