@@ -248,7 +248,7 @@ class TenantLimits:
         self._tenant(name, now_ns).opening[session_id] += 1
 
     def opened(self, name: str, session_id: str) -> None:
-        """Stop counting a session as being opened, whoever else opens it: it exists now."""
+        """Stop counting a session as being opened, by any turn: it exists now."""
         if name in self._tenants:
             self._tenants[name].opening.pop(session_id, None)
 

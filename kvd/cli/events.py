@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvd.cli.filters import name_of
-from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
+from kvd.cli.options import MOST_WANTED, AsJson, RuntimeDir, print_json, print_json_line
 from kvd.client.connection import open_client
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import PIPE_WIDTH, console, hanging, plain
@@ -15,8 +15,6 @@ from shared.terminal.printing import PIPE_WIDTH, console, hanging, plain
 _IDS = frozenset(
     {"block", "layout"}
 )  # fields with hexadecimal ids, some of which look like numbers
-
-MOST_EVENTS = (1 << 32) - 1  # as many as a request can name
 
 
 def events(
@@ -44,7 +42,7 @@ def events(
         tenant=tenant,
         session_id=session,
         names=name or (),
-        num_recent=min(last, MOST_EVENTS),
+        num_recent=min(last, MOST_WANTED),
         recent_only=not follow,
     )
     with open_client(runtime_dir) as client:

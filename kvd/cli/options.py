@@ -26,6 +26,7 @@ Config = Annotated[
     typer.Option("--config", envvar="KVD_CONFIG", help="TOML file, see systemd/kvd.toml."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+MOST_WANTED = (1 << 32) - 1  # sessions or events that one request can ask for
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 SessionId = Annotated[
     str, typer.Argument(metavar="SESSION", help="Session id, or a unique beginning of one.")

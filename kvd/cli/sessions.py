@@ -22,6 +22,7 @@ from kvd.cli.filters import (
     name_of,
 )
 from kvd.cli.options import (
+    MOST_WANTED,
     AsJson,
     Model,
     OfModel,
@@ -42,8 +43,6 @@ from kvd.views import views
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 from shared.types.units import format_bytes, parse_duration_s
-
-MOST_LISTED = (1 << 32) - 1  # sessions, as many as a request can name
 
 
 def list_sessions(
@@ -70,7 +69,7 @@ def list_sessions(
     filter_ = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     filter_.id_prefix = prefix
     with open_client(runtime_dir) as client:
-        listed = client.sessions(filter_, min(limit, MOST_LISTED), ORDERS[sort], reverse=reverse)
+        listed = client.sessions(filter_, min(limit, MOST_WANTED), ORDERS[sort], reverse=reverse)
     sessions, total = listed.sessions, listed.total
     warn_of_unavailable(listed.num_unavailable, "listed")
     if as_json:

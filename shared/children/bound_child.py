@@ -2,9 +2,9 @@
 
     python bound_child.py PARENT_PID PROGRAM ARGUMENT...
 
-A parent that is killed cannot end its children, and a kvd that nobody knows of would hold memory
-and disk for ever. So the kernel is asked for a SIGTERM at the death of the parent, more exactly of
-the thread that started this process. Only the standard library is imported: this runs with -I -S.
+A parent that is killed cannot end its children, and a kvd that is left over would hold memory and
+disk for ever. So Linux is asked to send SIGTERM when the parent dies; more exactly, when the thread
+dies that started this process. Only the standard library is imported: this runs with -I -S.
 """
 
 import ctypes

@@ -126,7 +126,7 @@ class HeldSlots(Protocol):
     def num_shared(self, holding: Holding, first_token: int) -> int:
         """Return how many free slots `make_private` would take."""
 
-    def tally(self) -> "ReleaseTally":
+    def tally(self) -> ReleaseTally:
         """Begin to count the slots that releasing some holdings would free, until a change."""
 
     def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
@@ -207,7 +207,7 @@ class ContiguousSlots:
         """Return 0: these slots have no other holder."""
         return 0
 
-    def tally(self) -> "ReleaseTally":
+    def tally(self) -> ReleaseTally:
         """Begin to count the slots that releasing some holdings would free."""
         return ReleaseTally()
 

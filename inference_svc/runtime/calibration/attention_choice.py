@@ -3,8 +3,8 @@
     torch   torch's functions for the device, one call per sequence; supports every call
     triton  one call over the pages of all sequences; needs Triton, KV on pages, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
-    cpp     lone tokens of all sequences in one call of a kernel for CPUs, the others by torch;
-            needs a C++ compiler
+    cpp     sequences with one new token in one call of a kernel for CPUs, the others by torch;
+            needs g++
 
 Before the triton kernel serves, it is run over the model's own layers: chunks, a history of several
 splits, single tokens of several sequences. If its logits differ from those of `torch`, or it fails,
@@ -76,8 +76,8 @@ def choose_attention(
         raise ConfigError(
             f"model.attention = {name} cannot be used: {backend}", "set it to auto or torch"
         )
-    warn = log.warning if is_gpu(loaded.device) else log.info
-    warn("attention_chosen", attention="torch", reason=backend)
+    report = log.warning if is_gpu(loaded.device) else log.info
+    report("attention_chosen", attention="torch", reason=backend)
     return TorchAttention()
 
 

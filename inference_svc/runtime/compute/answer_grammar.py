@@ -57,7 +57,7 @@ class AnswerGrammar:
         self._pending: Future[Mask] | None = None  # the mask of the matcher's current state
 
     def check_begins(self) -> None:
-        """Check that an answer can begin; whoever has the grammar calls it before its first use.
+        """Check that an answer can begin; to be called before its first use.
 
         Raises:
             InvalidGrammarError: see `mask`.

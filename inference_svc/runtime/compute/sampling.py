@@ -161,6 +161,9 @@ class Sampler:
         return draw(logits, self._params, uniform)
 
 
+LARGEST_LOGIT = 1e37  # of a penalised token: in float32 a bias may still be added to it
+
+
 def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) -> None:
     """Make prior tokens less likely: divide positive logits, multiply negative ones; in place.
 
@@ -173,7 +176,6 @@ def _penalise(logits: Logits, prior_token_ids: Sequence[int], penalty: float) ->
     logits[seen] = np.clip(values, -LARGEST_LOGIT, LARGEST_LOGIT)
 
 
-LARGEST_LOGIT = 1e37  # of a penalised token: in float32 a bias may still be added to it
 LEAST_TEMPERATURE = 1e-30  # no logit divided by it overflows; one below draws the same tokens
 FIRST_CANDIDATES = 256  # sorted first: a confident model draws one of these
 

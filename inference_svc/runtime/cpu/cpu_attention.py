@@ -1,4 +1,4 @@
-"""CpuAttention: tokens that are alone in their part attend by a kernel in C++, all in one call.
+"""CpuAttention: sequences with one new token attend by a kernel in C++, all of a step in one call.
 
 torch computes one query row after another, in a call for each sequence; with long histories, a step
 of several sequences spends most of its time there. The kernel (`decode_attention.cpp`) reads keys
@@ -25,7 +25,6 @@ from inference_svc.runtime.cpu.decode_kernel import (
     PAGES,
     Addresses,
     DecodeKernel,
-    count_splits,
 )
 from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens
@@ -67,8 +66,8 @@ class LoneAttention:
         """Store the parts, each with the places of its KV."""
         self._kernel = kernel
         self._parts = parts
-        # By window and chunk: [layers, parts, numbers], and the number of splits by layer.
-        self._addresses: dict[tuple[int | None, int | None], tuple[Addresses, list[int]]] = {}
+        # By window and chunk [layers, parts, numbers].
+        self._addresses: dict[tuple[int | None, int | None], Addresses] = {}
         self._tables = [  # kept until the step is over, as their addresses are
             table.numbers
             for part, _ in parts
@@ -80,18 +79,12 @@ class LoneAttention:
         """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
         kind = (options.window, options.chunk)
         if kind not in self._addresses:
-            found = self._find_addresses(options)
-            self._addresses[kind] = (found, count_splits(found).tolist())
-        addresses, num_splits = self._addresses[kind]
+            self._addresses[kind] = self._find_addresses(options)
         values = _layers_of(self._parts[0][0].kv.values)[layer_index]
+        _, kv_heads, *_, value_dim = values.shape  # of both layouts
         rows = query[0].transpose(0, 1).contiguous()
-        return self._kernel(
-            rows,
-            addresses[layer_index],
-            num_splits[layer_index],
-            (values.shape[1], values.shape[-1]),  # of both layouts
-            options,
-        ).unsqueeze(0)
+        addresses = self._addresses[kind][layer_index]
+        return self._kernel(rows, addresses, kv_heads, value_dim, options).unsqueeze(0)
 
     def _find_addresses(self, options: AttentionOptions) -> Addresses:
         """Return the parts' numbers by layer, for calls with this window and chunk."""

@@ -1,14 +1,14 @@
-// Attention of single new tokens over their sequences' KV in place: the kernel of decode steps on a CPU.
+// Attention of one new token per sequence over its KV in place: the kernel of decode steps on a CPU.
 //
 // For one layer it takes all sequences of a step in one call. A sequence's visible tokens are divided into
 // splits of SPLIT tokens; each (sequence, key head, split) is a task, and the query heads that share a key head
 // are computed together, so that keys and values are read from memory once. A split goes by tiles of TILE
-// tokens: scores, then an online softmax, then the weighted sum of values. At last splits are merged. A
+// tokens: scores, then an online softmax, then the weighted sum of values. Splits are merged in the end. A
 // sequence's result depends on this sequence alone: neither the other sequences nor the number of threads
 // change how it is divided.
 //
 // Sources: FlashAttention and Flash-Decoding (Dao et al.) for the arithmetic; PagedAttention (vLLM, SOSP'23) for
-// page tables. Needs GCC 12 or Clang 15, for vectors of their own.
+// page tables. Written with GCC's vector extensions.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +28,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int TOKENS = 4;                // a block of scores is of so many tokens
 constexpr int HEADS = LANES / TOKENS;    // and so many query heads: together they fill one vector
-constexpr int64_t SPLIT = 1024;          // tokens; SPLIT_TOKENS in decode_kernel.py
+constexpr int64_t SPLIT = 1024;          // tokens
 constexpr int64_t TILE = 128;            // tokens; small enough that what is read stays in a cache
 constexpr int64_t ROW = TILE + LANES;    // scores of a query head: blocks may be longer than their tile
 constexpr int64_t AHEAD = 2 * TOKENS;    // tokens: how far ahead keys are fetched
@@ -50,11 +50,13 @@ struct Part {
   int64_t value_head, value_token;
 };
 
+// group: query heads that share a key head. softcap: 0 if there is none.
 struct Call {
   int64_t kv_heads, group, dim, value_dim;
-  float scale, softcap;  // softcap 0: none
-  int64_t blocks() const { return (group + HEADS - 1) / HEADS; }
-  int64_t result_size() const { return 2 + value_dim; }  // of a query head: see attend_split
+  float scale, softcap;
+  int64_t rows() const { return (group + HEADS - 1) / HEADS * HEADS; }  // query heads, in whole blocks
+  int64_t result_size() const { return 2 + value_dim; }                 // of a query head: see attend_split
+  int64_t task_size() const { return rows() * result_size(); }
 };
 
 struct Bfloat16 {  // the upper half of a float
@@ -120,8 +122,8 @@ inline Lanes capped(Lanes x, float softcap) {  // softcap * tanh(x / softcap)
 // Add neighbouring pieces of HALF lanes: of 2n pieces in two vectors become n in one.
 template <int HALF, size_t... I>
 inline Lanes fold(Lanes a, Lanes b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, int(I / HALF * 2 * HALF + I % HALF)...) +
-         __builtin_shufflevector(a, b, int(I / HALF * 2 * HALF + I % HALF + HALF)...);
+  return __builtin_shuffle(a, b, Ints{int32_t(I / HALF * 2 * HALF + I % HALF)...}) +
+         __builtin_shuffle(a, b, Ints{int32_t(I / HALF * 2 * HALF + I % HALF + HALF)...});
 }
 
 // Return a vector with the sum of vectors[i] in lane reversed(i); `reversed` reverses an index's bits.
@@ -182,7 +184,7 @@ inline void for_each_run(const Part& part, int64_t tile, int64_t count, Visit vi
 template <typename T>
 void attend_split(const Part& part, const Call& call, const T* query, int64_t head, int64_t begin, int64_t end,
                   float* results) {
-  const int64_t dim = call.dim, value_dim = call.value_dim, size = call.result_size(), rows = call.blocks() * HEADS;
+  const int64_t dim = call.dim, value_dim = call.value_dim, size = call.result_size(), rows = call.rows();
   const T* keys = reinterpret_cast<const T*>(part.keys) + head * part.key_head;
   const T* values = reinterpret_cast<const T*>(part.values) + head * part.value_head;
   std::vector<float> memory(rows * (dim + ROW), 0.0f);
@@ -282,7 +284,7 @@ void attend(const Part* parts, int64_t num_parts, const Call& call, const T* que
         tasks.push_back({p, head, begin, std::min(begin + SPLIT, parts[p].end)});
   }
   firsts.push_back(int64_t(tasks.size()));
-  const int64_t heads = call.kv_heads * call.group, stride = call.blocks() * HEADS * call.result_size();
+  const int64_t heads = call.kv_heads * call.group, stride = call.task_size();
 #pragma omp parallel num_threads(threads) if (work > SERIAL)
   {
 #pragma omp for schedule(dynamic)
@@ -304,15 +306,17 @@ void attend(const Part* parts, int64_t num_parts, const Call& call, const T* que
 
 }  // namespace
 
-// Return the floats of scratch memory that one split of one key head needs.
-extern "C" int64_t scratch_of_split(int64_t group, int64_t value_dim) {
-  const Call call{1, group, 0, value_dim, 0, 0};
-  return call.blocks() * HEADS * call.result_size();
+// Return how many floats of scratch memory `attend_decode` needs for these parts.
+extern "C" int64_t scratch_size(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group,
+                                int64_t value_dim) {
+  int64_t num_splits = 0;
+  for (int64_t p = 0; p < num_parts; ++p) num_splits += (parts[p].end - parts[p].first + SPLIT - 1) / SPLIT;
+  return num_splits * kv_heads * Call{kv_heads, group, 0, value_dim, 0, 0}.task_size();
 }
 
 // query: [parts, kv_heads * group, dim]; out: [parts, kv_heads * group, value_dim]; both contiguous, of float or
 // bfloat16, as keys and values are. dim and value_dim are multiples of 16. sinks: [kv_heads * group] float, or null.
-// scratch: as above, for all splits and key heads. Nothing here can fail.
+// scratch: as above. Nothing here can fail.
 extern "C" void attend_decode(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group, int64_t dim,
                               int64_t value_dim, float scale, float softcap, const float* sinks, const void* query,
                               float* scratch, void* out, int is_bfloat16, int threads) {

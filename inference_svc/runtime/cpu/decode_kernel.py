@@ -1,4 +1,4 @@
-"""DecodeKernel: one token of each of several sequences attends over KV in place, in C++.
+"""DecodeKernel: one new token of each of several sequences attends over its KV in place, in C++.
 
 The kernel of `decode_attention.cpp`, which `native_library.py` compiles. Before it serves, it is
 proven on this machine: random tensors of the model's shapes against plain softmax in torch.
@@ -16,11 +16,10 @@ from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.native_library import load_library
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 
-SPLIT_TOKENS = 1024  # SPLIT in the source
 DIM_STEP = 16  # heads have a multiple of so many elements
 DTYPES = (torch.float32, torch.bfloat16)
 PAGES, PAGE_TOKENS, FIRST, END = 2, 3, 4, 5  # indices of numbers of `Part` in the source
-PROOF_LENGTHS = (SPLIT_TOKENS + 300, 7)  # two splits, and less than a tile
+PROOF_LENGTHS = (1300, 7)  # tokens: two of the kernel's splits, and less than a tile
 PROOF_GROUPS = (1, 3, 8)  # query heads of a key head: a part of a block, and more than one
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest value
 
@@ -37,9 +36,9 @@ class DecodeKernel:
         self._attend.restype = None
         self._attend.argtypes = [address, size, size, size, size, size, number, number]
         self._attend.argtypes += [address, address, address, address, ctypes.c_int, ctypes.c_int]
-        self._scratch_of_split = library.scratch_of_split
-        self._scratch_of_split.restype = size
-        self._scratch_of_split.argtypes = [size, size]
+        self._scratch_size = library.scratch_size
+        self._scratch_size.restype = size
+        self._scratch_size.argtypes = [address, size, size, size, size]
 
     @classmethod
     def load(cls) -> "DecodeKernel":
@@ -54,8 +53,8 @@ class DecodeKernel:
         self,
         query: Tensor,
         parts: Addresses,
-        num_splits: int,
-        sizes: tuple[int, int],
+        kv_heads: int,
+        value_dim: int,
         options: AttentionOptions,
     ) -> Tensor:
         """Attend one token of each part.
@@ -64,21 +63,20 @@ class DecodeKernel:
             query: [parts, heads, head_dim], contiguous, of a dtype in DTYPES, which KV has too.
             parts: [parts, numbers], contiguous, as `Part` in the source; what they point to has to
                 stay in place during the call.
-            num_splits: `count_splits` of the parts.
-            sizes: number of key heads, of which `heads` is a multiple; elements of a value.
+            kv_heads: number of key heads, of which `heads` is a multiple.
+            value_dim: elements of a value.
             options: scale, softcap and sinks of the call; its window is in `parts`.
 
         Returns:
             [parts, heads, value_dim]
         """
         num_parts, heads, dim = query.shape
-        kv_heads, value_dim = sizes
-        group = heads // kv_heads
-        scratch = torch.empty(num_splits * kv_heads * self._scratch_of_split(group, value_dim))
+        group, address = heads // kv_heads, parts.ctypes.data
+        scratch = torch.empty(self._scratch_size(address, num_parts, kv_heads, group, value_dim))
         out = query.new_empty(num_parts, heads, value_dim)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._attend(
-            parts.ctypes.data,
+            address,
             num_parts,
             kv_heads,
             group,
@@ -94,13 +92,6 @@ class DecodeKernel:
             torch.get_num_threads(),
         )
         return out
-
-
-def count_splits(parts: Addresses) -> Addresses:
-    """Count the splits of tokens: [..., parts, numbers] -> [...]."""
-    splits: Addresses = -((parts[..., FIRST] - parts[..., END]) // SPLIT_TOKENS)
-    total: Addresses = np.asarray(splits.sum(axis=-1))
-    return total
 
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
@@ -133,8 +124,7 @@ def why_wrong(kernel: DecodeKernel, shapes: Sequence[LayerShape], dtype: torch.d
                 parts = np.array(
                     [_contiguous_part(keys, values, length) for length in PROOF_LENGTHS]
                 )
-                num_splits = int(count_splits(parts))
-                found = kernel(query, parts, num_splits, (kv_heads, value_dim), options)
+                found = kernel(query, parts, kv_heads, value_dim, options)
                 for row, length in enumerate(PROOF_LENGTHS):
                     seen = (keys[:, :length].float(), values[:, :length].float())
                     expected = _plain_softmax(query[row].float(), *seen, options)

@@ -33,7 +33,7 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
     """Load the library, and compile it first if that has not been done before.
 
     Args:
-        environ: the environment; CXX names a compiler with its options, else g++ or c++ is used.
+        environ: the environment; CXX may name another g++, with options.
 
     Raises:
         NativeLibraryError: there is no compiler, it fails, or the directory cannot be written to.
@@ -68,7 +68,7 @@ def _directory(environ: Mapping[str, str]) -> Path:
 
 
 def _compiler() -> list[str]:
-    found = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    found = shutil.which("g++")
     if found is None:
         raise NativeLibraryError("there is no C++ compiler (g++)")
     return [found]

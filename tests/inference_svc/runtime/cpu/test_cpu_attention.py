@@ -60,7 +60,7 @@ def test_it_answers_as_torch_does(cpu_attention, name, sizes):
 
 
 def test_a_lone_token_has_the_same_bits_beside_others(cpu_attention):
-    """Beside a prompt, too: an answer does not depend on who else is served."""
+    """Beside a prompt, too: an answer does not depend on the other sequences of its steps."""
     parts = filled_parts([(20, 1), (0, 6), (9, 1)])
     query = torch.randn(1, 8, HEADS, DIM).transpose(1, 2)
     options = OPTIONS["plain"]
@@ -71,7 +71,7 @@ def test_a_lone_token_has_the_same_bits_beside_others(cpu_attention):
 
 
 def test_tokens_written_since_the_last_step_are_read(cpu_attention):
-    """Addresses are kept from step to step, and what they point to is not."""
+    """Only the addresses are kept from step to step, not what they point to."""
     (part,) = filled_parts([(20, 1)])
     query = torch.randn(1, HEADS, 1, DIM)
     cpu_attention.prepare([part]).attend(query, 0, OPTIONS["plain"])

@@ -40,12 +40,12 @@ def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
     broken.parent.mkdir()
     broken.write_bytes(b"\x7fELF")
     library = load_library({KERNEL_DIR: str(broken.parent)})
-    assert library.scratch_of_split
+    assert library.scratch_size
     assert only_file(broken.parent).stat().st_size == (tmp_path / "whole" / name).stat().st_size
 
 
 def test_other_compilers_and_options_make_other_libraries(tmp_path):
-    """So that nothing is taken for what it is not."""
+    """Each has its own name, so that a start never loads code made by other means."""
     for compiler in ("g++", "g++ -O1"):
         load_library({KERNEL_DIR: str(tmp_path), "CXX": compiler})
     assert len(list(tmp_path.iterdir())) == 2
