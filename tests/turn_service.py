@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 import time
 from contextlib import asynccontextmanager
 from itertools import count
@@ -121,6 +122,19 @@ async def serving(model, directory, limits=LIMITS, calls=None, **engine_limits):
         running.cancel()
         await asyncio.wait([running])
         service.thread.close()
+
+
+@asynccontextmanager
+async def block_thread(thread):
+    """Keep a worker thread busy inside the block."""
+    may_go_on = threading.Event()
+    blocking = asyncio.create_task(thread.run(may_go_on.wait))
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        await blocking
 
 
 def token_ids_of(events):

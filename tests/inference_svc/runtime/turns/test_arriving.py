@@ -1,33 +1,16 @@
 """Arriving turns: the store is notified while their text is still being encoded."""
 
-import asyncio
-import threading
-from contextlib import asynccontextmanager
-
 import pytest
 
 from inference_svc.core.submission import TextInput
 from shared.types.queue_delta import QueuedRequest, RunningRequest
 from tests.memory_engine import loaded_model
-from tests.turn_service import KEY, LIMITS, failure_of, make_turn, serving, until
+from tests.turn_service import KEY, LIMITS, block_thread, failure_of, make_turn, serving, until
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return loaded_model(tiny_model)
-
-
-@asynccontextmanager
-async def block_encoding(service):
-    """Block all encoding inside the block."""
-    may_go_on = threading.Event()
-    holding = asyncio.create_task(service.thread.run(may_go_on.wait))
-    await asyncio.sleep(0)
-    try:
-        yield
-    finally:
-        may_go_on.set()
-        await holding
 
 
 def make_text_turn(text, **fields):
@@ -51,7 +34,7 @@ async def test_a_turn_waits_in_the_queue_before_its_text_is_encoded(model, tmp_p
         await service.run(range(20, 40))
         await service.turns.idle.wait()
         take_news(service)
-        async with block_encoding(service):
+        async with block_thread(service.thread):
             turn = await service.turns.submit(make_text_turn("And then?", priority=3))
             await until(lambda: service.engine.scheduler.queue.is_arriving(KEY))
             ((waiting,), running, left) = take_news(service)
@@ -72,7 +55,7 @@ async def test_a_turn_waits_in_the_queue_before_its_text_is_encoded(model, tmp_p
 async def test_a_turn_cancelled_meanwhile_is_withdrawn(model, tmp_path):
     """As soon as the text thread has finished."""
     async with serving(model, tmp_path) as service:
-        async with block_encoding(service):
+        async with block_thread(service.thread):
             turn = await service.turns.submit(make_text_turn("And then?"))
             await until(lambda: service.engine.scheduler.queue.is_arriving(KEY))
             ((waiting,), _, _) = take_news(service)
@@ -89,7 +72,7 @@ async def test_a_turn_refused_after_encoding_is_withdrawn(model, tmp_path):
             ("word " * LIMITS.window_tokens, "input_too_long"),
             ("a", "queue_full"),
         ):
-            async with block_encoding(service):
+            async with block_thread(service.thread):
                 turn = await service.turns.submit(make_text_turn(text))
                 await until(lambda: service.engine.scheduler.queue.is_arriving(KEY))
                 ((waiting,), _, _) = take_news(service)
@@ -102,7 +85,7 @@ async def test_turns_handed_back_by_a_drain_are_withdrawn(model, tmp_path):
     """Many of them, each with its session; those that come and go at once are not reported."""
     async with serving(model, tmp_path) as service:
         keys = [KEY._replace(session_id=f"s-{number}") for number in range(8)]
-        async with block_encoding(service):
+        async with block_thread(service.thread):
             turns = [
                 await service.turns.submit(make_text_turn("Hi", key=key, request_id=str(key)))
                 for key in keys
@@ -137,7 +120,7 @@ async def test_an_arriving_turn_ends_expectations_of_its_session(model, tmp_path
     async with serving(model, tmp_path) as service:
         await service.run(range(20, 40))
         await service.turns.idle.wait()
-        async with block_encoding(service):
+        async with block_thread(service.thread):
             turn = await service.turns.submit(make_text_turn("And then?"))
             await until(lambda: service.engine.scheduler.queue.is_arriving(KEY))
             await service.engine.loop.expect(KEY, ("bash",), superseded=False)

@@ -19,6 +19,7 @@ from tests.faulty_store import FaultyStore, View
 from tests.memory_engine import alone, loaded_model
 from tests.turn_service import (
     KEY,
+    block_thread,
     failure_of,
     first_token,
     make_turn,
@@ -180,15 +181,23 @@ async def test_a_cancelled_turn_ends_with_its_tokens_so_far(model, tmp_path):
 
 async def test_a_cancelled_turn_counts_for_what_it_used(model, tmp_path):
     """One that still waited for nothing; all that counts tokens agrees."""
-    other, names = KEY._replace(session_id="other"), ("history", "reused", "recomputed", "new")
-    async with serving(model, tmp_path, max_running=1) as service:
+    other, third = KEY._replace(session_id="other"), KEY._replace(session_id="third")
+    names = ("history", "reused", "recomputed", "new")
+    async with serving(model, tmp_path, max_running=1, max_loading=1) as service:
         await service.run(range(20, 40))
-        running = await service.turns.submit(make_turn([60, 61], 150, key=other))
+        running = await service.turns.submit(make_turn([60, 61], 190, key=other))
+        loaded = await service.turns.submit(make_turn([70], key=third))
         await first_token(running)
-        waiting = await service.turns.submit(make_turn([50]))
-        await until(lambda: len(service.engine.scheduler.queue))
-        assert waiting.cancel()
-        usage = [event async for event in waiting.follow()][-1].usage
+        scheduler = service.engine.scheduler
+        await until(lambda: scheduler.traffic(None, 0).num_loading)
+        compute_thread = service.engine.loop._stepper._compute_thread
+        async with block_thread(compute_thread):  # else the running turn might end first
+            waiting = await service.turns.submit(make_turn([50]))
+            await until(lambda: len(scheduler.queue))
+            assert waiting.cancel()
+            usage = [event async for event in waiting.follow()][-1].usage
+            assert loaded.cancel()
+            assert [event async for event in loaded.follow()][-1].finish_reason == "cancelled"
         assert not any(getattr(usage, f"{name}_tokens") for name in names)
         assert not usage.recompute_reason
         assert running.cancel()
