@@ -113,9 +113,9 @@ class ModelSettings(Section):
             to give the same bits.
         compile: "step": torch's compiler makes kernels of the whole forward outside of attention,
             which are proven to give the same answers. "off": it runs operation by operation.
-        packed_weights: whether weights are reordered as their matrix kernel reads them. "auto": if
-            there is such a kernel, and the model is proven to give the same answers; a small
-            model's weights are kept in both orders.
+        packed_weights: the kernel for whose products weights are reordered on a CPU: in "cpp", or
+            "torch"'s own. "auto": the first of these with which the model is proven to give the
+            same answers; for torch's, a small model's weights are kept in both orders.
         positions: how stored keys are positioned. "decoupled": embedded when they are loaded, so
             that a context that overflows keeps the KV that is left; "coupled": as they were cached;
             "auto": decoupled if the model allows it.
@@ -134,7 +134,7 @@ class ModelSettings(Section):
     graphs: Literal["auto", "off"] = "auto"
     rotation: Literal["auto", "torch", "triton"] = "auto"
     compile: Literal["off", "step"] = "off"
-    packed_weights: Literal["auto", "off"] = "auto"
+    packed_weights: Literal["auto", "cpp", "torch", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"
     chat_template_kwargs: Annotated[Mapping[str, Any], BeforeValidator(parse_arguments_setting)] = (

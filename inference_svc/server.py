@@ -130,7 +130,7 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
     from inference_svc.assembly import Model
     from inference_svc.runtime.calibration.remembered_proofs import calibrate_once
     from inference_svc.runtime.model.model_loader import load_model
-    from inference_svc.runtime.model.packed_linear import packed_bytes
+    from inference_svc.runtime.model.packed_linear import packed_bytes, packing_of
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -139,7 +139,7 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
         loaded,
         settings.positions,
         state_dir / PROOFS_FILE,
-        packs_weights=settings.packed_weights == "auto",
+        settings.packed_weights,
     )
     log.info(
         "model_fingerprinted",
@@ -151,6 +151,7 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
         "model_calibrated",
         attention_mode=calibration.mode,
         positions=calibration.positions,
+        packing=packing_of(loaded.model),
         packed_bytes=packed_bytes(loaded.model),
         sink_tokens=sink_tokens,
         was_proven=was_proven,

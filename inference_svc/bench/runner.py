@@ -65,7 +65,7 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         torch.set_num_threads(choice.threads)
     options.on_progress("loading the model")
     loaded = chosen_model(choice, plan.window_tokens(part))
-    model = Model(loaded, calibrate(loaded, packs_weights=True))
+    model = Model(loaded, calibrate(loaded, packing="auto"))
     report = Report(
         part=plan.name,
         metric=plan.metric,

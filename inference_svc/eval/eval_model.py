@@ -19,6 +19,7 @@ from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.eval.options import METHODS, EvalChoice, Method, Positions, positions_of
 from inference_svc.runtime.calibration.calibration import MIN_CONTEXT_WINDOW, calibrate
+from inference_svc.runtime.calibration.packing_choice import PackingName
 from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.compute.model_runner import ModelRunner
@@ -62,14 +63,14 @@ class EvalModel:
 
 
 def open_model(
-    choice: EvalChoice, methods: Sequence[Method], *, packs_weights: bool = False
+    choice: EvalChoice, methods: Sequence[Method], packing: PackingName = "off"
 ) -> EvalModel:
     """Load and calibrate a model for these methods.
 
     Args:
         choice: the model.
         methods: ways to truncate; all with the same kind of positions if weights are packed.
-        packs_weights: whether it computes with packed weights, as when it is served: faster.
+        packing: whether and how weights are packed, as when it is served: faster.
 
     Raises:
         UnknownModelError, UnsupportedModelError: see `load_model` and `calibrate`.
@@ -79,15 +80,14 @@ def open_model(
     if choice.threads:
         torch.set_num_threads(choice.threads)
     loaded = load_model(choice.path, choice.dtype, choice.device)
-    return prepare_model(loaded, choice.window_tokens, methods, packs_weights=packs_weights)
+    return prepare_model(loaded, choice.window_tokens, methods, packing=packing)
 
 
 def prepare_model(
     loaded: LoadedModel,
     window_tokens: int,
     methods: Sequence[Method] = tuple(METHODS),
-    *,
-    packs_weights: bool = False,
+    packing: PackingName = "off",
 ) -> EvalModel:
     """Calibrate a loaded model for these methods; raises as `open_model` does."""
     if loaded.tokenizer is None:
@@ -100,7 +100,7 @@ def prepare_model(
     # Rotary embeddings that depend on the length have to be those of the served window.
     served = replace(loaded, context_window=window)
     kinds = list(dict.fromkeys(positions_of(method) for method in methods))
-    calibrations = {kind: _calibrate(served, kind, packs_weights) for kind in kinds}
+    calibrations = {kind: _calibrate(served, kind, packing) for kind in kinds}
     _check_calibrations(served, calibrations, methods)
     decoupled = [found for found in calibrations.values() if found.positions == "decoupled"]
     sink_tokens = find_sinks(served, decoupled[0]) if decoupled else USUAL_SINKS
@@ -125,9 +125,9 @@ def _window(loaded: LoadedModel, window_tokens: int) -> int:
     return window
 
 
-def _calibrate(loaded: LoadedModel, positions: Positions, packs_weights: bool) -> Calibration:
+def _calibrate(loaded: LoadedModel, positions: Positions, packing: PackingName) -> Calibration:
     try:
-        return calibrate(loaded, positions=positions, packs_weights=packs_weights)
+        return calibrate(loaded, positions=positions, packing=packing)
     except UnsupportedModelError as error:
         if positions != "decoupled":
             raise

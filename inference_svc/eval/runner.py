@@ -52,7 +52,7 @@ def run(options: Options, choice: EvalChoice) -> EvalReport:
         if options.plot is not None:
             plot(found, model.loaded.name, options.plot)
     elif isinstance(options, EditsOptions):
-        model = open_model(choice, ("ca",), packs_weights=True)
+        model = open_model(choice, ("ca",), packing="auto")
         part, found = "edits", measure_edits(model, options, choice.on_progress)
     else:
         model = open_model(choice, ("ca",))

@@ -148,7 +148,7 @@ def main():
     options = asked.parse_args()
     choice = ModelChoice(random=options.random, device=options.device, dtype=options.dtype)
     loaded = chosen_model(choice, options.history + 2 * NEW_TOKENS)
-    model = Model(loaded, calibrate(loaded, packs_weights=True))
+    model = Model(loaded, calibrate(loaded, packing="auto"))
     with workspace(options.directory, model) as work:
         asyncio.run(measure(work, options.history))
 

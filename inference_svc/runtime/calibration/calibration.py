@@ -1,7 +1,7 @@
 """Calibration: finds out how a model caches keys by running it, and proves that we run it right.
 
 First, rotary frequencies that depend on the sequence's length are frozen (`rope_tables.py`), and
-weights are packed, once the stock model has answered with its original ones (`packed_linear.py`).
+weights are packed, once the stock model has answered with its original ones (`packing_choice.py`).
 Then modes are tried in the order of their speed (`recipes.Mode`); the first that is proven is used.
 Each attempt has these steps:
 
@@ -37,6 +37,7 @@ from inference_svc.runtime.calibration.mode_probe import (
     refused_if_it_fails,
 )
 from inference_svc.runtime.calibration.own_cache_probe import own_recipes
+from inference_svc.runtime.calibration.packing_choice import PackingName, usable_packings
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
@@ -57,6 +58,7 @@ from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.packed_linear import pack_weights, unpack_weights
+from inference_svc.runtime.model.packing import Packing
 from inference_svc.runtime.model.refusals import (
     FINAL,
     REMEDY,
@@ -85,7 +87,7 @@ MIN_CONTEXT_WINDOW = 32  # tokens; a smaller one has no room for a probe
 
 
 def calibrate(
-    loaded: LoadedModel, positions: PositionsChoice = "auto", *, packs_weights: bool = False
+    loaded: LoadedModel, positions: PositionsChoice = "auto", packing: PackingName = "off"
 ) -> Calibration:
     """Calibrate a model and leave it set to the attention of its mode.
 
@@ -93,18 +95,20 @@ def calibrate(
         loaded: the model.
         positions: how positions are stored with KV, see `Calibration.positions`. "auto": decoupled
             if that is proven, else coupled.
-        packs_weights: whether to pack linear layers, if the model's answers stay the same;
+        packing: whether and how to pack linear layers, if the model's answers stay the same;
             everything that follows is proven with them.
 
     Raises:
+        ConfigError: the named packing cannot be used here.
         UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
     """
     _check_family(loaded)
     with refused_if_it_fails(loaded, "at all"):
         freeze_rotary(loaded)
         reference = stock_logits(loaded)
-    if packs_weights:
-        _pack_weights(loaded, reference)
+    for usable in usable_packings(packing, loaded.device, loaded.dtype):
+        if _pack_weights(loaded, reference, usable):
+            break
     _install(loaded)
     refusals = _Refusals(loaded.architecture)
     for mode, attention in _candidates(loaded):
@@ -173,16 +177,16 @@ def calibration_by(
     return replace(found, expansions=_expansions(loaded, mode, probe))
 
 
-def _pack_weights(loaded: LoadedModel, reference: StockLogits) -> None:
-    """Pack the model's weights, unless it then fails or its answers change."""
-    if not pack_weights(loaded.model):
-        return
+def _pack_weights(loaded: LoadedModel, reference: StockLogits, packing: Packing) -> bool:
+    """Pack the model's weights, unless it then fails or its answers change; return if it did."""
+    pack_weights(loaded.model, packing)
     try:
         is_same_model = answers_as(loaded, reference)
     except Exception:  # noqa: BLE001 - models may do anything with their layers
         is_same_model = False
     if not is_same_model:
         unpack_weights(loaded.model)
+    return is_same_model
 
 
 class _Refusals:

@@ -17,6 +17,7 @@ its transcripts.
 import hashlib
 import inspect
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,13 +27,16 @@ import transformers
 import inference_svc.runtime
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.calibration.calibration import PositionsChoice, calibrate, calibration_by
+from inference_svc.runtime.calibration.packing_choice import PackingName, usable_packings
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.packed_linear import pack_weights, packed_bytes, unpack_weights
+from inference_svc.runtime.model.packed_linear import pack_weights, packing_of, unpack_weights
+from inference_svc.runtime.model.packing import Packing
 from inference_svc.runtime.model.remembered_file import RememberedFile
 from inference_svc.runtime.positions.recipes import Calibration, Mode, Positions
 
-FORMAT = b"proofs 3"  # files of another format are ignored
+FORMAT = b"proofs 4"  # files of another format are ignored
+SOURCES = ("*.py", "*.cpp", "*.h")  # of ours that run a model
 MOST_PROOFS = 64  # some 500 bytes each
 
 
@@ -47,7 +51,7 @@ class Proof:
         notes: the calibration's notes.
         found: digest of the calibration.
         sink_tokens: number of the model's attention sinks.
-        is_packed: whether weights were packed.
+        packing: name of the packing that weights have; "": they are not packed.
         is_one_by_one: see `Calibration`.
         rounding: see `Calibration`.
     """
@@ -58,13 +62,13 @@ class Proof:
     notes: tuple[str, ...]
     found: str
     sink_tokens: int
-    is_packed: bool
+    packing: str
     is_one_by_one: bool
     rounding: float
 
 
 def calibrate_once(
-    loaded: LoadedModel, positions: PositionsChoice, file: Path, *, packs_weights: bool = False
+    loaded: LoadedModel, positions: PositionsChoice, file: Path, packing: PackingName = "off"
 ) -> tuple[Calibration, int, bool]:
     """Calibrate a model, with a remembered proof if there is one.
 
@@ -72,24 +76,25 @@ def calibrate_once(
         loaded: the model.
         positions: see `calibrate`.
         file: the file of remembered proofs.
-        packs_weights: see `calibrate`.
+        packing: see `calibrate`.
 
     Returns:
         The calibration, the number of the model's attention sinks, and whether the proof was
         remembered.
 
     Raises:
-        UnsupportedModelError: see `calibrate`.
+        UnsupportedModelError, ConfigError: see `calibrate`.
     """
+    packings = usable_packings(packing, loaded.device, loaded.dtype)
     remembered = RememberedFile(file, "proofs of calibrations", FORMAT, MOST_PROOFS)
-    name = proof_name(loaded, positions, packs_weights=packs_weights)
+    name = proof_name(loaded, positions, [usable.name for usable in packings])
     entry = remembered.find(name)
     if entry is not None:
         proof = Proof(**{**entry, "notes": tuple(entry["notes"])})
-        again = _calibrate_by(loaded, proof)
+        again = _calibrate_by(loaded, proof, packings)
         if again is not None:
             return again, proof.sink_tokens, True
-    calibration = calibrate(loaded, positions, packs_weights=packs_weights)
+    calibration = calibrate(loaded, positions, packing)
     sink_tokens = find_sinks(loaded, calibration)
     proof = Proof(
         calibration.mode,
@@ -98,7 +103,7 @@ def calibrate_once(
         calibration.notes,
         _digest(calibration),
         sink_tokens,
-        packed_bytes(loaded.model) > 0,
+        packing_of(loaded.model),
         calibration.is_one_by_one,
         calibration.rounding,
     )
@@ -107,7 +112,7 @@ def calibrate_once(
 
 
 def proof_name(
-    loaded: LoadedModel, positions: PositionsChoice, *, packs_weights: bool = False
+    loaded: LoadedModel, positions: PositionsChoice, packings: Sequence[str] = ()
 ) -> str:
     """Digest everything that a proof depends on, except the result of the probe."""
     is_cuda = loaded.device.type == "cuda"
@@ -117,7 +122,7 @@ def proof_name(
         loaded.dtype,
         loaded.context_window,
         positions,
-        packs_weights,
+        packings,
         platform.machine(),
         torch.cuda.get_device_name(loaded.device) if is_cuda else loaded.device.type,
         torch.backends.cpu.get_cpu_capability(),
@@ -126,19 +131,23 @@ def proof_name(
         transformers.__version__,
     ):
         digest.update(f"{fact}\n".encode())
-    ours = Path(inference_svc.runtime.__path__[0]).rglob("*.py")
-    for source in (Path(inspect.getfile(type(loaded.model))), *sorted(ours)):
+    runtime = Path(inference_svc.runtime.__path__[0])
+    ours = sorted(path for kind in SOURCES for path in runtime.rglob(kind))
+    for source in (Path(inspect.getfile(type(loaded.model))), *ours):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _calibrate_by(loaded: LoadedModel, proof: Proof) -> Calibration | None:
+def _calibrate_by(
+    loaded: LoadedModel, proof: Proof, packings: Sequence[Packing]
+) -> Calibration | None:
     """Calibrate a model as it was proven; None: the result is not what was proven.
 
     In that case its weights are unpacked again.
     """
-    if proof.is_packed:
-        pack_weights(loaded.model)
+    for packing in packings:
+        if packing.name == proof.packing:
+            pack_weights(loaded.model, packing)
     try:
         found = calibration_by(loaded, proof.mode, proof.attention, proof.positions, proof.notes)
         found = replace(found, is_one_by_one=proof.is_one_by_one, rounding=proof.rounding)

@@ -17,15 +17,10 @@
 #include <utility>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;  // floats of a vector register
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
 constexpr int TOKENS = 4;                // a block of scores is of so many tokens
 constexpr int HEADS = LANES / TOKENS;    // and so many query heads: together they fill one vector
 constexpr int64_t SPLIT = 1024;          // tokens
@@ -35,10 +30,7 @@ constexpr int64_t AHEAD = 2 * TOKENS;    // tokens: how far ahead keys are fetch
 constexpr int64_t SERIAL = 1 << 15;      // elements of keys for which no other thread is woken
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(float))));
-typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(float))));
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 // A row of int64 numbers that Python writes; strides are in elements.
 struct Part {
@@ -59,39 +51,10 @@ struct Call {
   int64_t task_size() const { return rows() * result_size(); }
 };
 
-struct Bfloat16 {  // the upper half of a float
-  uint16_t bits;
-};
-
-inline Lanes load(const float* source) {
-  Lanes lanes;
-  std::memcpy(&lanes, source, sizeof lanes);
-  return lanes;
-}
-inline Lanes load(const Bfloat16* source) {
-  Halves halves;
-  std::memcpy(&halves, source, sizeof halves);
-  return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
-}
 template <typename T>
 inline void fetch(const T* row, int64_t size) {  // into the first cache; harmless behind the end of memory
   for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
 }
-inline void store(Lanes lanes, float* target) { std::memcpy(target, &lanes, sizeof lanes); }
-inline float widen(float number) { return number; }
-inline float widen(Bfloat16 number) {
-  const uint32_t bits = uint32_t(number.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-inline void narrow(float number, float& out) { out = number; }
-inline void narrow(float number, Bfloat16& out) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof bits);
-  out.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes all(float number) { return number - Lanes{}; }
 

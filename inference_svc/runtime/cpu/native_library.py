@@ -1,8 +1,8 @@
-"""Native library: compiles this package's C++ source for this machine's processor, and loads it.
+"""Native library: compiles this package's C++ kernels for this machine's processor, and loads them.
 
 The result is kept for later starts, in the directory that KERNEL_DIR names, under a name made of
-everything that it depends on: source, options, compiler and processor. So a directory may be shared
-by different machines, and an update of the package compiles anew.
+everything that it depends on: sources, options, compiler and processor. So a directory may be
+shared by different machines, and an update of the package compiles anew.
 
 The library uses the OpenMP that torch has loaded: a second one would have threads of its own, which
 wait for work by spinning, and so take the processors from torch's.
@@ -20,13 +20,14 @@ from hashlib import sha256
 from pathlib import Path
 
 KERNEL_DIR = "CACHEDATTENTION_KERNEL_DIR"  # the environment's variable
-SOURCE = Path(__file__).with_name("decode_attention.cpp")
+KERNELS = ("decode_attention.cpp", "packed_product.cpp")
+HEADERS = ("lanes.h",)
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILER_TIMEOUT_S = 120
 
 
 class NativeLibraryError(Exception):
-    """The source cannot be compiled or loaded here; the message says why."""
+    """The kernels cannot be compiled or loaded here; the message says why."""
 
 
 def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
@@ -43,19 +44,23 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
     openmp = _loaded_openmp()
     directory = _directory(environ)
     try:
-        path = directory / f"decode_attention-{_name(command, openmp)}.so"
+        path = directory / f"kernels-{_name(command, openmp)}.so"
         with suppress(OSError):  # not there, or cut off by a crash
             return ctypes.CDLL(str(path))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
-            _compile([*command, str(SOURCE), *openmp, "-o", str(made)])
+            _compile([*command, *map(str, map(_source, KERNELS)), *openmp, "-o", str(made)])
             with made.open("rb") as library:
                 os.fsync(library.fileno())  # a name on disk stands for whole contents
             made.replace(path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLibraryError(str(error)) from error
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)
 
 
 def _directory(environ: Mapping[str, str]) -> Path:
@@ -102,7 +107,8 @@ def _name(command: list[str], openmp: list[str]) -> str:
     """Return a hash of everything that the compiled code depends on."""
     processor = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0].splitlines()
     features = [line for line in processor if line.startswith(("model name", "flags", "Features"))]
-    parts = [SOURCE.read_text(), *command, *openmp, *features]
+    sources = [_source(name).read_text() for name in (*KERNELS, *HEADERS)]
+    parts = [*sources, *command, *openmp, *features]
     with suppress(OSError):
         compiler = Path(shutil.which(command[0]) or command[0]).resolve().stat()
         parts.append(f"{compiler.st_size} {compiler.st_mtime_ns}")

@@ -1,75 +1,60 @@
-"""PackedLinear: a linear layer whose weights are packed in the order in which a kernel reads them.
+"""PackedLinear: a linear layer whose weights are in the order in which a kernel reads them.
 
-`torch.nn.functional.linear` reads weights as they were stored, and rearranges them in every step.
-oneDNN can do that once. Then a large layer's product takes half of the time for 4 to 16 rows in
-float32, and 0.6 to 0.9 of it for 1 to 256 rows in bfloat16. A single row of float32 takes up to a
-quarter longer, and twice as long where there are few outputs: small layers are not packed.
-
-Packed weights replace the stored ones, except where few rows are multiplied faster with the stored
-ones. So stored weights are kept in float32, if another layer has them anyway (an embedding that is
-also the head), or if the model is small enough to be kept both ways. Packed weights are memory of
-this process, while weights of a file may be pages of that file, which the system can drop, and
-share between processes.
-
-Shapes decide which layers are packed, and which stored weights are kept, and never a measurement:
-otherwise two starts of one model would round differently. A row's result hardly depends on the
-other rows: kernels for few rows and for many differ in the last bits.
+Packed weights replace the stored ones, except where a packing multiplies few rows faster with the
+stored ones (`Packing.few_rows`). Then these are kept, if another layer has them anyway (an
+embedding that is also the head), or if the model is small enough to be kept both ways. Packed
+weights are memory of this process, while weights of a file may be pages of that file, which the
+system can drop, and share between processes.
 
 Knows `torch.nn.Linear`, and no model.
 """
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
-# Least weights of a packed layer: below, eight rows take as long either way, and one row longer.
-MIN_WEIGHTS = 2**16
-MIN_WEIGHTS_FLOAT32 = 2**19  # in float32, where torch's own product reads at memory's speed
-FEW_ROWS = 3  # of float32, which torch multiplies as fast as one; four take twice as long
+from inference_svc.runtime.model.packing import Packing
+
 MOST_KEPT_BYTES = 2**31  # most bytes of a model's packed weights that are also kept as stored
 
 
 class PackedLinear(nn.Module):
     """Replaces a `torch.nn.Linear`; its input is [..., in_features] with any strides."""
 
-    packed: Tensor  # a buffer in an opaque layout of oneDNN
+    packed: Tensor  # a buffer in the packing's order
     stored: Tensor | None  # the weights as stored, for few rows; None: they are not kept
 
-    def __init__(self, linear: nn.Linear, *, keeps_stored: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, packing: Packing, *, keeps_stored: bool = False) -> None:
         """Pack the weights of `linear`, which is not changed.
 
         Args:
             linear: the layer.
-            keeps_stored: whether few rows are multiplied with the stored weights.
-
-        Raises:
-            Exception: torch has no such kernel here; see `can_pack`.
+            packing: packs and multiplies.
+            keeps_stored: whether stored weights are kept, if few rows are multiplied with them.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        kernels = torch.ops.mkldnn  # torch's own compiler calls them; they have no public name
-        packed = kernels._reorder_linear_weight.default(linear.weight.detach(), None)  # noqa: SLF001
-        self.register_buffer("packed", packed, persistent=False)
-        stored = linear.weight.detach() if keeps_stored else None
-        self.register_buffer("stored", stored, persistent=False)
+        self.packing = packing
+        weight = linear.weight.detach()
+        self.register_buffer("packed", packing.pack(weight), persistent=False)
+        self._few_rows = packing.few_rows(weight.dtype) if keeps_stored else 0
+        self.register_buffer("stored", weight if self._few_rows else None, persistent=False)
         self.bias = linear.bias
-        self._multiply = kernels._linear_pointwise.default  # noqa: SLF001
-        # The kernel's arguments behind the input; "none": no activation after the product.
-        self._operands: tuple[Any, ...] = (packed, linear.bias, "none", [], "")
 
     @property
     def weight(self) -> Tensor:
         """The unpacked weights, for models that access them; a copy if they are not kept."""
-        return self.packed.to_dense() if self.stored is None else self.stored
+        if self.stored is not None:
+            return self.stored
+        return self.packing.unpack(self.packed, self.out_features, self.in_features)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the product, [..., out_features]."""
-        if self.stored is not None and states.numel() <= FEW_ROWS * self.in_features:
+        if self.stored is not None and states.numel() <= self._few_rows * self.in_features:
             return multiply(states, self.stored, self.bias)
-        products: Tensor = self._multiply(states, *self._operands)
-        return products
+        return self.packing.multiply(states, self.packed, self.bias, self.out_features)
 
     def unpack(self) -> nn.Linear:
         """Make the layer that this one replaces; stored weights and bias are shared."""
@@ -82,38 +67,24 @@ class PackedLinear(nn.Module):
         return linear
 
 
-def least_weights(dtype: torch.dtype) -> int:
-    """Return the least number of weights of a layer that is packed."""
-    return MIN_WEIGHTS_FLOAT32 if dtype == torch.float32 else MIN_WEIGHTS
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has the kernel for this device and dtype."""
-    try:
-        linear = nn.Linear(4, 4, device=device, dtype=dtype)
-        PackedLinear(linear)(torch.zeros(1, 4, device=device, dtype=dtype))
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
 @torch.no_grad()
-def pack_weights(model: nn.Module) -> int:
+def pack_weights(model: nn.Module, packing: Packing) -> int:
     """Replace a model's large linear layers by packed ones, one after the other.
 
     Layers of other classes, also those derived from `torch.nn.Linear`, and layers with hooks are
     left as they are.
 
+    Args:
+        model: the model.
+        packing: one that is usable for the model's device and dtype.
+
     Returns:
-        Bytes of packed weights; 0 where torch has no kernel.
+        Bytes of packed weights.
     """
-    some = next(iter(model.parameters()))
-    if not can_pack(some.device, some.dtype):
-        return 0
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}  # a layer may be in several
     for parent in model.modules():
         for name, child in parent.named_children():
-            if _is_worth_it(child):
+            if _is_worth_it(child, packing):
                 places.setdefault(child, []).append((parent, name))
     is_small = sum(layer.weight.nbytes for layer in places) <= MOST_KEPT_BYTES
     shared = {
@@ -125,7 +96,7 @@ def pack_weights(model: nn.Module) -> int:
     while places:  # pops each layer, so that its weights are freed before the next is packed
         layer, parents = places.popitem()
         is_kept = is_small or id(layer.weight) in shared
-        packed = PackedLinear(layer, keeps_stored=is_kept and layer.weight.dtype == torch.float32)
+        packed = PackedLinear(layer, packing, keeps_stored=is_kept)
         for parent, name in parents:
             setattr(parent, name, packed)
     return packed_bytes(model)
@@ -150,9 +121,15 @@ def packed_bytes(model: nn.Module) -> int:
     )
 
 
-def _is_worth_it(part: nn.Module) -> TypeGuard[nn.Linear]:
+def packing_of(model: nn.Module) -> str:
+    """Return the name of the packing that a model's weights have; "": none is packed."""
+    names = (part.packing.name for part in model.modules() if isinstance(part, PackedLinear))
+    return next(names, "")
+
+
+def _is_worth_it(part: nn.Module, packing: Packing) -> TypeGuard[nn.Linear]:
     return (
         type(part) is nn.Linear
-        and part.weight.numel() >= least_weights(part.weight.dtype)
+        and part.weight.numel() >= packing.least_weights(part.weight.dtype)
         and not (part._forward_hooks or part._forward_pre_hooks)  # noqa: SLF001
     )

@@ -55,7 +55,7 @@ class Ours:
     """
 
     def __init__(self, loaded: LoadedModel, num_token_slots: int) -> None:
-        calibration = self._calibration = calibrate(loaded, packs_weights=True)
+        calibration = self._calibration = calibrate(loaded, packing="auto")
         shapes = [layer.shape for layer in calibration.layers]
         self._pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
         self._pool.prefault()

@@ -61,7 +61,7 @@ class Ours:
         torch.set_num_threads(1)
         loaded = load_model(Path(model), dtype)
         proofs = Path(store) / "proofs.json"
-        calibration, _, _ = calibrate_once(loaded, "auto", proofs, packs_weights=True)
+        calibration, _, _ = calibrate_once(loaded, "auto", proofs, "auto")
         self._numbers = count(1)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()

@@ -218,7 +218,7 @@ def test_if_all_layers_have_a_window_some_count_as_without(build):
 
 def test_packed_weights_are_used_and_proven():
     loaded = load_model(SHIPPED_MODEL, "float32")
-    assert calibrate(loaded, packs_weights=True).mode == "ragged"
+    assert calibrate(loaded, packing="auto").mode == "ragged"
     assert packed_bytes(loaded.model)
 
 
@@ -235,7 +235,7 @@ def test_weights_stay_where_packed_ones_change_the_logits(monkeypatch):
     loaded = load_model(SHIPPED_MODEL, "float32")
     head = loaded.model.lm_head.weight.clone()
     loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp
-    calibrate(loaded, packs_weights=True)
+    calibrate(loaded, packing="auto")
     assert not packed_bytes(loaded.model)
     assert torch.equal(loaded.model.lm_head.weight, head)
 

@@ -1,0 +1,151 @@
+"""ProductKernel: products of a model's linear layers with packed weights, in C++.
+
+The kernel of `packed_product.cpp`, which `native_library.py` compiles. It reads weights at memory's
+speed for 1 to 8 rows, where torch takes two to four times as long, and multiplies many rows as fast
+as oneDNN. A row's result has the same bits whatever other rows are multiplied with it. Before it
+serves, it is proven on this machine against torch.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.model.packing import MIN_WEIGHTS
+from shared.types.units import ceil_div
+
+PROOF_SIZES = ((1, 64, 32), (7, 301, 70), (77, 2500, 33))  # rows, inputs, outputs
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest product
+
+_library: Any = torch.library  # has no types
+_OPERATORS = _library.Library("cachedattention", "FRAGMENT")
+_OPERATORS.define(
+    "multiply_packed(Tensor states, Tensor packed, Tensor? bias, int out_features) -> Tensor"
+)
+
+
+class ProductKernel:
+    """The compiled kernel; a `Packing`. May be called by several threads."""
+
+    name = "cpp"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Declare the library's functions."""
+        size, address = ctypes.c_int64, ctypes.c_void_p
+        library.panel_columns.restype = library.panel_depth.restype = size
+        self._panel: int = library.panel_columns()
+        self._depths: dict[torch.dtype, int] = {
+            torch.float32: library.panel_depth(0),
+            torch.bfloat16: library.panel_depth(1),
+        }
+        self._multiply = library.multiply_packed
+        self._multiply.restype = None
+        self._multiply.argtypes = [address, size, size, size, size, address, address, address]
+        self._multiply.argtypes += [ctypes.c_int, ctypes.c_int]
+
+    @staticmethod
+    @cache
+    def load() -> "ProductKernel":
+        """Compile and load the kernel; the same one each time.
+
+        Raises:
+            NativeLibraryError: that is not possible here.
+        """
+        return ProductKernel(load_library())
+
+    def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str:
+        """See `Packing`; the kernel is compared to torch's product."""
+        if device.type != "cpu":
+            return f"device {device} is not a CPU"
+        if not self._depths.get(dtype):
+            return f"the kernel does not take {str(dtype).removeprefix('torch.')} here"
+        return _why_wrong(self, dtype)
+
+    def least_weights(self, _dtype: torch.dtype) -> int:
+        """See `Packing`."""
+        return MIN_WEIGHTS
+
+    def few_rows(self, _dtype: torch.dtype) -> int:
+        """See `Packing`."""
+        return 0
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """See `Packing`; [panels, pieces, panel, depth] as `packed_product.cpp` describes it."""
+        depth = self._depths[weight.dtype]
+        outputs, inputs = weight.shape
+        panels, pieces = ceil_div(outputs, self._panel), ceil_div(inputs, depth)
+        whole = pad(weight, (0, pieces * depth - inputs, 0, panels * self._panel - outputs))
+        return whole.view(panels, self._panel, pieces, depth).transpose(1, 2).contiguous()
+
+    def unpack(self, packed: Tensor, out_features: int, in_features: int) -> Tensor:
+        """See `Packing`."""
+        whole = packed.transpose(1, 2).reshape(packed.shape[0] * self._panel, -1)
+        return whole[:out_features, :in_features].contiguous()
+
+    def multiply(
+        self, states: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
+    ) -> Tensor:
+        """See `Packing`."""
+        if type(states) is not Tensor:  # being traced, without contents
+            products: Tensor = torch.ops.cachedattention.multiply_packed(
+                states, packed, bias, out_features
+            )
+            return products
+        rows = states.reshape(-1, states.shape[-1])
+        missing = packed.shape[1] * packed.shape[3] - rows.shape[1]
+        if missing:
+            rows = pad(rows, (0, missing))
+        elif rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = states.new_empty(*states.shape[:-1], out_features)
+        self._multiply(
+            rows.data_ptr(),
+            rows.shape[0],
+            rows.stride(0),
+            rows.shape[1],
+            out_features,
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            int(states.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _why_wrong(kernel: ProductKernel, dtype: torch.dtype) -> str:
+    """Compare the kernel to torch; return how they differ; "": they do not."""
+    random = torch.Generator().manual_seed(0)
+    for rows, inputs, outputs in PROOF_SIZES:
+        states, weight, bias = (
+            torch.randn(*sizes, generator=random).to(dtype)
+            for sizes in ((rows, inputs), (outputs, inputs), (outputs,))
+        )
+        found = kernel.multiply(states, kernel.pack(weight), bias, outputs).float()
+        expected = linear(states.float(), weight.float(), bias.float())
+        off = (found - expected).abs().max() / expected.abs().max()
+        if not off <= TOLERANCE[dtype]:  # also if it is NaN
+            return f"the kernel is {off:.1e} off torch's product"
+    return ""
+
+
+def _multiply_packed(
+    states: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """Compute a layer; the operator, by which traced forwards call the kernel."""
+    return ProductKernel.load().multiply(states, packed, bias, out_features)
+
+
+def _product_shape(
+    states: Tensor, _packed: Tensor, _bias: Tensor | None, out_features: int
+) -> Tensor:
+    """Return what the operator returns, without its contents."""
+    return states.new_empty(*states.shape[:-1], out_features)
+
+
+_OPERATORS.impl("multiply_packed", _multiply_packed, "CPU")
+torch.library.register_fake("cachedattention::multiply_packed", _product_shape, lib=_OPERATORS)
