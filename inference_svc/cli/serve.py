@@ -24,7 +24,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or of several cuda:1.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
-    attention: Annotated[str | None, typer.Option(help="auto, torch or triton.")] = None,
+    attention: Annotated[str | None, typer.Option(help="auto, torch, triton or cpp.")] = None,
     listen: Annotated[
         list[str] | None,
         typer.Option(

@@ -10,7 +10,6 @@ of the thread that computes, and the medians of the rounds' ratios.
 import argparse
 import statistics
 import sys
-import time
 
 import torch
 
@@ -20,6 +19,7 @@ from inference_svc.runtime.cpu.cpu_attention import CpuAttention
 from inference_svc.runtime.cpu.decode_kernel import DecodeKernel
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
+from tests.benchmarks.rounds import measure_in_turns, median_ratio
 
 # (query heads, key heads, head_dim) of a layer.
 MODELS = {
@@ -51,16 +51,12 @@ def main():
                 found = measure(
                     sizes, batch, length, getattr(torch, asked.dtype), kernel, asked.rounds
                 )
-                times = {way: statistics.median(rounds) for way, rounds in found.items()}
-                ratios = [
-                    statistics.median(
-                        ours / other
-                        for ours, other in zip(found["kernel"], found[way], strict=True)
-                    )
-                    for way in ("torch", "read")
+                figures = [
+                    f"{statistics.median(found[way]):.0f} µs" for way in ("torch", "kernel", "read")
                 ]
-                figures = [f"{times[way]:.0f} µs" for way in ("torch", "kernel", "read")]
-                figures += [f"{ratio:.2f}" for ratio in ratios]
+                figures += [
+                    f"{median_ratio(found, 'kernel', way):.2f}" for way in ("torch", "read")
+                ]
                 sys.stdout.write(f"| {name} | {batch} | {length:,} | {' | '.join(figures)} |\n")
                 sys.stdout.flush()
 
@@ -77,14 +73,8 @@ def measure(sizes, batch, length, dtype, kernel, num_rounds):
         "kernel": lambda: attend(kernel, parts, query, num_layers),
         "read": lambda: read(parts),
     }
-    found = {way: [] for way in ways}
-    for number in range(num_rounds + 1):
-        for way in sorted(ways, key=lambda way: (list(ways).index(way) + number) % len(ways)):
-            began = time.thread_time()
-            ways[way]()
-            if number:  # the first round warms up
-                found[way].append((time.thread_time() - began) / num_layers * 1e6)
-    return found
+    found = measure_in_turns(ways, num_rounds)
+    return {way: [s / num_layers * 1e6 for s in rounds] for way, rounds in found.items()}
 
 
 def filled_parts(sizes, num_layers, batch, length, dtype):

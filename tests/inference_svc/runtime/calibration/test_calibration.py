@@ -8,10 +8,10 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.installation import SHIPPED_MODEL
 from inference_svc.runtime.calibration.calibration import calibrate, calibration_by
-from inference_svc.runtime.model import packed_linear
+from inference_svc.runtime.model import packing
 from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
-from inference_svc.runtime.model.packed_linear import packed_bytes
+from inference_svc.runtime.model.packed_linear import packed_bytes, packing_of
 
 
 def calibrate_model(model, positions="auto"):
@@ -216,10 +216,12 @@ def test_if_all_layers_have_a_window_some_count_as_without(build):
     assert layout.window == 7
 
 
-def test_packed_weights_are_used_and_proven():
+@pytest.mark.parametrize(("choice", "name"), [("auto", "cpp"), ("torch", "torch"), ("off", "")])
+def test_packed_weights_are_used_and_proven(choice, name):
     loaded = load_model(SHIPPED_MODEL, "float32")
-    assert calibrate(loaded, packing="auto").mode == "ragged"
-    assert packed_bytes(loaded.model)
+    assert calibrate(loaded, packing=choice).mode == "ragged"
+    assert packing_of(loaded.model) == name
+    assert bool(packed_bytes(loaded.model)) == bool(name)
 
 
 class _ChoosyMlp(LlamaMLP):
@@ -231,7 +233,7 @@ class _ChoosyMlp(LlamaMLP):
 
 def test_weights_stay_where_packed_ones_change_the_logits(monkeypatch):
     # this model's layers are small
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 2**16)
+    monkeypatch.setattr(packing, "MIN_WEIGHTS_ONEDNN_FLOAT32", 2**16)
     loaded = load_model(SHIPPED_MODEL, "float32")
     head = loaded.model.lm_head.weight.clone()
     loaded.model.model.layers[0].mlp.__class__ = _ChoosyMlp

@@ -11,13 +11,24 @@ import torch
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.runtime.calibration import remembered_proofs
 from inference_svc.runtime.calibration.remembered_proofs import Proof, calibrate_once, proof_name
-from inference_svc.runtime.model import packed_linear
+from inference_svc.runtime.cpu import product_kernel
+from inference_svc.runtime.cpu.native_library import NativeLibraryError
+from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.model import packing
 from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import describe_model, load_model
-from inference_svc.runtime.model.packed_linear import packed_bytes
+from inference_svc.runtime.model.packed_linear import packed_bytes, packing_of
+from inference_svc.runtime.model.packing import OneDnnPacking
 
 # A model of each mode; gpt2 is coupled.
 NAMES = ["llama", "deepseek-v3", "deepseek-v32", "falcon", "bloom", "gpt2", "deepseek-v4"]
+
+
+@pytest.fixture
+def pack_all(monkeypatch):
+    """Have small layers packed, too, as the tests' models have no others."""
+    monkeypatch.setattr(product_kernel, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "MIN_WEIGHTS_ONEDNN_FLOAT32", 1)
 
 
 def describe_built(build, name):
@@ -90,15 +101,31 @@ def test_other_positions_have_their_own_proof(build, tmp_path):
     ]
 
 
-def test_a_model_that_was_proven_with_packed_weights_is_packed_again(build, tmp_path, monkeypatch):
-    """Plain weights are used only where packing is switched off."""
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
+def test_a_model_that_was_proven_with_packed_weights_is_packed_again(build, tmp_path, pack_all):
+    """In the same way; plain weights are used only where packing is switched off."""
     file, found = tmp_path / "proofs.json", []
-    for packs_weights in (True, True, False, False):
+    for choice in ("auto", "torch", "off") * 2:
         loaded = describe_built(build, "llama")
-        *_, was_proven = calibrate_once(loaded, "auto", file, packs_weights=packs_weights)
-        found.append((packed_bytes(loaded.model) > 0, was_proven))
-    assert found == [(True, False), (True, True), (False, False), (False, True)]
+        *_, was_proven = calibrate_once(loaded, "auto", file, choice)
+        found.append((packing_of(loaded.model), was_proven))
+    names = ("cpp", "torch", "")
+    assert found == [(name, was_proven) for was_proven in (False, True) for name in names]
+
+
+def test_a_compiler_that_came_later_is_used(build, tmp_path, pack_all, monkeypatch):
+    """The first proof was made with what there was."""
+    file = tmp_path / "proofs.json"
+
+    def no_compiler():
+        raise NativeLibraryError("there is no C++ compiler (g++)")
+
+    for is_missing in (True, False):
+        loaded = describe_built(build, "llama")
+        with monkeypatch.context() as patch:
+            if is_missing:
+                patch.setattr(ProductKernel, "load", no_compiler)
+            assert not calibrate_once(loaded, "auto", file, "auto")[2]
+        assert packing_of(loaded.model) == ("torch" if is_missing else "cpp")
 
 
 @pytest.mark.parametrize("version", ["python", "torch", "transformers", "ours"])
@@ -135,9 +162,8 @@ def test_a_wrong_proof_is_not_used(build, tmp_path, found):
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])
-def test_a_model_that_differs_from_its_proof_gets_its_own_weights_back(build, monkeypatch, name):
+def test_a_model_that_differs_from_its_proof_gets_its_own_weights_back(build, pack_all, name):
     """It is proven anew with them."""
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS_FLOAT32", 1)
     loaded = describe_built(build, name)
     proof = Proof(
         "ragged",
@@ -146,11 +172,11 @@ def test_a_model_that_differs_from_its_proof_gets_its_own_weights_back(build, mo
         (),
         "0" * 64,
         0,
-        is_packed=True,
+        packing="torch",
         is_one_by_one=False,
         rounding=0.0,
     )
-    assert remembered_proofs._calibrate_by(loaded, proof) is None
+    assert remembered_proofs._calibrate_by(loaded, proof, [OneDnnPacking()]) is None
     assert not packed_bytes(loaded.model)
 
 

@@ -14,10 +14,13 @@ from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.traced_forward import UntraceableError
+from inference_svc.runtime.cpu import product_kernel
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
+from inference_svc.runtime.model.packing import OneDnnPacking
 from tests.sampled import sampled
 
+ONEDNN = OneDnnPacking()
 FAMILIES = [
     "llama",
     "llama-yarn",
@@ -125,12 +128,23 @@ def test_packed_layers_have_a_graph_for_few_tokens_and_one_for_many(tiny, build)
     """And give what they give without."""
     model = build("llama")
     for layer in model.model.layers:
-        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, keeps_stored=True)
-        layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj)
-    model.lm_head = PackedLinear(model.lm_head, keeps_stored=True)
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, keeps_stored=True)
+        layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN)
+    model.lm_head = PackedLinear(model.lm_head, ONEDNN, keeps_stored=True)
     packed = described(model), calibrate(described(model))
     compiled = CompiledForward(*packed, "eager")
     assert compiled.num_graphs == 3  # of 1 token, 2 or 3, and more
+    check_same(tiny("llama"), ModelRunner(*packed, compiled=compiled), ModelRunner(*packed))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_layers_packed_for_our_kernel_are_operators_of_graphs(tiny, build, monkeypatch, backend):
+    """And give what they give without."""
+    monkeypatch.setattr(product_kernel, "MIN_WEIGHTS", 1)
+    loaded = described(build("llama"))
+    packed = loaded, calibrate(loaded, packing="cpp")
+    compiled = CompiledForward(*packed, backend)
+    assert compiled.num_graphs == 2  # of 1 token, and more
     check_same(tiny("llama"), ModelRunner(*packed, compiled=compiled), ModelRunner(*packed))
 
 
@@ -205,7 +219,7 @@ def test_kernels_of_another_model_of_the_same_shape_have_its_weights(tiny, build
             for parameter in model.parameters():
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
         for layer in model.model.layers:
-            layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj)
+            layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN)
         packed = described(model), calibrate(described(model))
         runner = ModelRunner(*packed, compiled=CompiledForward(*packed))
         check_same(tiny("llama"), runner, ModelRunner(*packed))

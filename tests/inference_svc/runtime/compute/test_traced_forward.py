@@ -5,9 +5,12 @@ import torch
 
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.traced_forward import TracedForward, UntraceableError
+from inference_svc.runtime.cpu import product_kernel
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
+from inference_svc.runtime.model.packing import OneDnnPacking
 
+ONEDNN = OneDnnPacking()
 LOTS = 10_000
 
 
@@ -45,12 +48,12 @@ def test_a_lone_token_has_a_graph_of_its_own_and_all_others_have_one(tiny):
 
 
 def test_a_layer_that_counts_tokens_ends_the_range(tiny, build):
-    """As packed layers do, which multiply up to three rows with weights as they were stored."""
+    """As layers packed for oneDNN do, which multiply up to three rows with stored weights."""
     model = build("llama")
     loaded = describe_model(model, tokenizer=None, name="llama", fingerprint="0" * 32)
     for layer in model.model.layers:
-        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, keeps_stored=True)
-    model.lm_head = PackedLinear(model.lm_head, keeps_stored=True)
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, keeps_stored=True)
+    model.lm_head = PackedLinear(model.lm_head, ONEDNN, keeps_stored=True)
     few = TracedForward(loaded, calibrate(loaded), 2)
     few.check()
     assert (few.tokens, few.rows) == (range(2, 4), range(2, 4))
@@ -58,6 +61,20 @@ def test_a_layer_that_counts_tokens_ends_the_range(tiny, build):
     many.check()
     assert (many.tokens.start, many.rows.start) == (4, 4)
     assert many.tokens.stop > LOTS < many.rows.stop
+
+
+def test_layers_packed_for_our_kernel_have_one_graph(build, monkeypatch):
+    """It multiplies all numbers of tokens in the same way; only a lone one is a case of its own."""
+    monkeypatch.setattr(product_kernel, "MIN_WEIGHTS", 1)
+    model = build("llama")
+    loaded = describe_model(model, tokenizer=None, name="llama", fingerprint="0" * 32)
+    calibration = calibrate(loaded, packing="cpp")
+    traced = TracedForward(loaded, calibration, 2)
+    traced.check()
+    assert (traced.tokens.start, traced.rows.start) == (2, 2)
+    assert traced.tokens.stop > LOTS < traced.rows.stop
+    multiply = torch.ops.cachedattention.multiply_packed.default
+    assert operators(traced).count(multiply) == 2 * 7 + 1
 
 
 def test_a_forward_that_depends_on_more_than_a_range_is_refused(changed):

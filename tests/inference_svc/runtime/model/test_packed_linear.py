@@ -7,22 +7,26 @@ import pytest
 import torch
 from torch import nn
 
+from inference_svc.runtime.cpu.product_kernel import ProductKernel
 from inference_svc.runtime.model import packed_linear
 from inference_svc.runtime.model.packed_linear import (
-    FEW_ROWS,
-    MIN_WEIGHTS,
-    MIN_WEIGHTS_FLOAT32,
     PackedLinear,
-    can_pack,
-    least_weights,
     pack_weights,
     packed_bytes,
+    packing_of,
     unpack_weights,
+)
+from inference_svc.runtime.model.packing import (
+    FEW_ROWS,
+    MIN_WEIGHTS,
+    MIN_WEIGHTS_ONEDNN_FLOAT32,
+    OneDnnPacking,
 )
 
 CPU = torch.device("cpu")
 WIDTH = 768  # of a packed layer with as many inputs as outputs
-WIDE = 2 * MIN_WEIGHTS_FLOAT32 // WIDTH
+WIDE = 2 * MIN_WEIGHTS_ONEDNN_FLOAT32 // WIDTH
+ONEDNN = OneDnnPacking()
 
 
 class _Model(nn.Module):
@@ -56,21 +60,27 @@ def model():
     return _Model().eval().requires_grad_(requires_grad=False)
 
 
-def test_packed_weights_are_not_part_of_the_state_dict():
+@pytest.fixture(params=["cpp", "torch"])
+def packing(request):
+    """Each packing: ours and oneDNN's."""
+    return ProductKernel.load() if request.param == "cpp" else ONEDNN
+
+
+def test_packed_weights_are_not_part_of_the_state_dict(packing):
     """Torch could not save them."""
-    assert list(PackedLinear(nn.Linear(256, 256)).state_dict()) == ["bias"]
+    assert list(PackedLinear(nn.Linear(256, 256), packing).state_dict()) == ["bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_products_equal_those_of_the_layer_up_to_rounding(dtype, rows):
-    if dtype is torch.bfloat16 and not can_pack(CPU, dtype):
-        pytest.skip("this processor has no packed product of bfloat16")
+def test_products_equal_those_of_the_layer_up_to_rounding(packing, dtype, rows):
+    if packing.why_unusable(CPU, dtype):
+        pytest.skip(packing.why_unusable(CPU, dtype))
     torch.manual_seed(rows)
     linear = nn.Linear(300, 257).to(dtype)
     states = torch.randn(1, 300, rows, dtype=dtype).transpose(1, 2)
     with torch.inference_mode():
-        products, expected = PackedLinear(linear)(states), linear(states)
+        products, expected = PackedLinear(linear, packing)(states), linear(states)
     assert products.shape == expected.shape == (1, rows, 257)
     torch.testing.assert_close(
         products, expected, rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-5
@@ -78,32 +88,43 @@ def test_products_equal_those_of_the_layer_up_to_rounding(dtype, rows):
 
 
 def test_a_rows_product_does_not_depend_on_other_rows():
+    """With oneDNN if its kernel is the same; ours has a stricter test."""
     torch.manual_seed(0)
-    layer, states = PackedLinear(nn.Linear(576, 192)), torch.randn(300, 576)
+    layer, states = PackedLinear(nn.Linear(576, 192), ONEDNN), torch.randn(300, 576)
     with torch.inference_mode():
         whole = layer(states)
         assert all(torch.equal(layer(states[:rows]), whole[:rows]) for rows in (1, 2, 8, 17, 128))
 
 
-def test_only_large_layers_are_packed(model):
+def test_only_large_layers_are_packed(model, packing):
     token_ids, before = torch.tensor([[1, 2, 3]]), copy.deepcopy(model)
-    num_bytes = pack_weights(model)
-    assert num_bytes == packed_bytes(model) == 4 * WIDTH * (WIDTH + WIDE)
+    assert packing_of(model) == ""
+    num_bytes = pack_weights(model, packing)
+    assert num_bytes == packed_bytes(model) == 4 * WIDTH * (WIDTH + packed_outputs(packing))
     kinds = [type(part) for part in (*model.inner, model.projection, model.head)]
     assert kinds == [PackedLinear, nn.Linear, nn.Linear, _Projection, PackedLinear]
     assert model.again is model.inner[0]
+    assert packing_of(model) == packing.name
     torch.testing.assert_close(model(token_ids), before(token_ids), rtol=1e-4, atol=1e-4)
     assert torch.equal(model.embedding.weight, before.embedding.weight)
 
 
-def test_smaller_layers_are_packed_in_narrower_dtypes():
-    assert least_weights(torch.float32) == MIN_WEIGHTS_FLOAT32 > MIN_WEIGHTS
-    assert least_weights(torch.bfloat16) == least_weights(torch.float16) == MIN_WEIGHTS
+def packed_outputs(packing):
+    """Return the outputs of the head, with those that fill its last panel."""
+    return packing.pack(torch.zeros(WIDE, 1)).numel()
 
 
-def test_unpacked_weights_equal_the_original_ones(model):
+def test_small_layers_are_packed_unless_one_row_takes_longer(packing):
+    """As it does with oneDNN in float32."""
+    is_slow = packing.name == "torch"
+    least = MIN_WEIGHTS_ONEDNN_FLOAT32 if is_slow else MIN_WEIGHTS
+    assert packing.least_weights(torch.float32) == least
+    assert packing.least_weights(torch.bfloat16) == MIN_WEIGHTS < MIN_WEIGHTS_ONEDNN_FLOAT32
+
+
+def test_unpacked_weights_equal_the_original_ones(model, packing):
     before = copy.deepcopy(model)
-    pack_weights(model)
+    pack_weights(model, packing)
     assert torch.equal(model.head.weight, before.head.weight)
     unpack_weights(model)
     assert packed_bytes(model) == 0
@@ -120,7 +141,7 @@ def test_few_rows_are_multiplied_with_kept_weights(model, monkeypatch, most_kept
     """Those of a small model, and of an embedding, which exist anyway."""
     monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", most_kept)
     before = copy.deepcopy(model)
-    pack_weights(model)
+    pack_weights(model, ONEDNN)
     assert (model.again.stored is not None) == is_kept
     assert model.head.stored.data_ptr() == model.embedding.weight.data_ptr()
     torch.manual_seed(1)
@@ -133,38 +154,34 @@ def test_few_rows_are_multiplied_with_kept_weights(model, monkeypatch, most_kept
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
 
 
-def test_no_weights_of_narrower_dtypes_are_kept(model):
-    if not can_pack(CPU, torch.bfloat16):
+def test_no_weights_are_kept_where_packed_ones_are_faster(model):
+    """With our kernel, and with oneDNN in narrower dtypes."""
+    pack_weights(model, ProductKernel.load())
+    assert model.again.stored is model.head.stored is None
+    unpack_weights(model)
+    if ONEDNN.why_unusable(CPU, torch.bfloat16):
         pytest.skip("this processor has no packed product of bfloat16")
-    pack_weights(model.bfloat16())
+    pack_weights(model.bfloat16(), ONEDNN)
     assert model.again.stored is model.head.stored is None
 
 
-def test_weights_are_freed_before_the_next_layer_is_packed(model, monkeypatch):
+def test_weights_are_freed_before_the_next_layer_is_packed(model, monkeypatch, packing):
     monkeypatch.setattr(packed_linear, "MOST_KEPT_BYTES", 0)
     model.head = nn.Linear(WIDTH, WIDE, bias=False)  # no longer the embedding
     left = [weakref.ref(layer) for layer in (model.again, model.head)]
     alive = []
 
     class Counted(PackedLinear):
-        def __init__(self, layer, **options):
+        def __init__(self, *args, **options):
             alive.append(sum(reference() is not None for reference in left))
-            super().__init__(layer, **options)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(packed_linear, "PackedLinear", Counted)
-    pack_weights(model)
-    assert alive[-2:] == [2, 1]  # the first one was only a test
+    pack_weights(model, packing)
+    assert alive == [2, 1]
 
 
-def test_a_layer_with_hooks_is_not_packed(model):
+def test_a_layer_with_hooks_is_not_packed(model, packing):
     model.head.register_forward_hook(lambda *_: None)
-    pack_weights(model)
-    assert type(model.head) is nn.Linear
-
-
-def test_without_a_kernel_of_torch_nothing_is_packed(model):
-    assert can_pack(CPU, torch.float32)
-    assert not can_pack(CPU, torch.float64)
-    assert not can_pack(torch.device("meta"), torch.float32)
-    assert pack_weights(model.double()) == 0
+    pack_weights(model, packing)
     assert type(model.head) is nn.Linear
