@@ -73,15 +73,16 @@ struct Multiply<Bfloat16> {
 #endif
 
 // Add the products of some rows with a piece of a panel to their sums, [rows, PANEL]. length: of the piece.
+// IS_FIRST: they are fetched ahead, and the next rows will find them in a cache.
 // R numbers the rows, J the pairs of row and vector. (Packs, and not loops: a compiler keeps an array in registers
 // only if its indices are constants.)
-template <typename T, size_t... R, size_t... J>
-void add_block(const T* rows, int64_t stride, const T* weights, int64_t length, bool is_first, float* sums,
+template <bool IS_FIRST, typename T, size_t... R, size_t... J>
+void add_block(const T* rows, int64_t stride, const T* weights, int64_t length, float* sums,
                std::index_sequence<R...>, std::index_sequence<J...>) {
   using By = Multiply<T>;
   Lanes total[] = {load(sums + J * LANES)...};
   for (int64_t i = 0; i < length; i += By::DEPTH, weights += PANEL * By::DEPTH) {
-    if (is_first)  // the other rows find them in a cache
+    if constexpr (IS_FIRST)
       for (size_t byte = 0; byte < PANEL * By::DEPTH * sizeof(T); byte += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + byte);
     const typename By::Weights piece[] = {By::load(weights), By::load(weights + LANES * By::DEPTH)};
@@ -92,13 +93,12 @@ void add_block(const T* rows, int64_t stride, const T* weights, int64_t length, 
 }
 
 // As `add_block`, for a number of rows that is not known in advance, of 1 to N.
-template <int N, typename T>
-void add_some(int64_t num_rows, const T* rows, int64_t stride, const T* weights, int64_t length, bool is_first,
-              float* sums) {
+template <int N, bool IS_FIRST, typename T>
+void add_some(int64_t num_rows, const T* rows, int64_t stride, const T* weights, int64_t length, float* sums) {
   if (num_rows == N)
-    return add_block(rows, stride, weights, length, is_first, sums, std::make_index_sequence<N>(),
-                     std::make_index_sequence<N * VECTORS>());
-  if constexpr (N > 1) add_some<N - 1>(num_rows, rows, stride, weights, length, is_first, sums);
+    return add_block<IS_FIRST>(rows, stride, weights, length, sums, std::make_index_sequence<N>(),
+                               std::make_index_sequence<N * VECTORS>());
+  if constexpr (N > 1) add_some<N - 1, IS_FIRST>(num_rows, rows, stride, weights, length, sums);
 }
 
 // Compute the product of rows [first, first + num_rows), of which there are BLOCK_ROWS at most, with one panel.
@@ -111,9 +111,11 @@ void multiply_panel(const Product<T>& product, int64_t first, int64_t num_rows, 
   for (int64_t r = 0; r < num_rows; ++r) std::memcpy(sums + r * PANEL, bias, sizeof bias);
   for (int64_t begin = 0; begin < product.inner; begin += BLOCK_INNER) {
     const int64_t length = std::min(BLOCK_INNER, product.inner - begin);
-    for (int64_t r = 0; r < num_rows; r += ROWS)
-      add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.stride + begin,
-                     product.stride, weights + begin * PANEL, length, r == 0, sums + r * PANEL);
+    for (int64_t r = 0; r < num_rows; r += ROWS) {
+      const auto add = r == 0 ? add_some<ROWS, true, T> : add_some<ROWS, false, T>;
+      add(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.stride + begin, product.stride,
+          weights + begin * PANEL, length, sums + r * PANEL);
+    }
   }
   for (int64_t r = 0; r < num_rows; ++r) {
     T products[PANEL];
