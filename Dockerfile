@@ -31,7 +31,7 @@ RUN groupadd --gid 10001 kvd && groupadd --gid 10002 inference \
  && install --directory --owner=kvd --group=kvd --mode=0700 /var/lib/kvd /arena \
  && install --directory --owner=inference --group=inference --mode=0711 /run/inference-svc \
  && install --directory --owner=inference --group=inference --mode=0700 /var/lib/inference-svc
-# On a GPU Triton makes what launches its kernels, with a C compiler; on a CPU the service compiles its own kernel.
+# On a GPU Triton makes what launches its kernels, with a C compiler; on a CPU the service compiles its own kernels.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev \
  && rm --recursive /var/lib/apt/lists/*
 COPY --from=build /opt/cachedattention /opt/cachedattention

@@ -37,7 +37,7 @@ from inference_svc.runtime.calibration.mode_probe import (
     refused_if_it_fails,
 )
 from inference_svc.runtime.calibration.own_cache_probe import own_recipes
-from inference_svc.runtime.calibration.packing_choice import PackingName, usable_packings
+from inference_svc.runtime.calibration.packing_choice import PackingName, choose_packing
 from inference_svc.runtime.calibration.probe import Probe
 from inference_svc.runtime.calibration.proof import prove
 from inference_svc.runtime.calibration.rope_tables import freeze_rotary
@@ -45,7 +45,6 @@ from inference_svc.runtime.calibration.state_probe import find_kept_states, find
 from inference_svc.runtime.calibration.stock import (
     SAME,
     StockLogits,
-    answers_as,
     can_set_attention,
     distance,
     stock_attentions,
@@ -57,8 +56,6 @@ from inference_svc.runtime.kv.states import packed_bytes
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.packed_linear import pack_weights, unpack_weights
-from inference_svc.runtime.model.packing import Packing
 from inference_svc.runtime.model.refusals import (
     FINAL,
     REMEDY,
@@ -106,9 +103,7 @@ def calibrate(
     with refused_if_it_fails(loaded, "at all"):
         freeze_rotary(loaded)
         reference = stock_logits(loaded)
-    for usable in usable_packings(packing, loaded.device, loaded.dtype):
-        if _pack_weights(loaded, reference, usable):
-            break
+    choose_packing(packing, loaded, reference)
     _install(loaded)
     refusals = _Refusals(loaded.architecture)
     for mode, attention in _candidates(loaded):
@@ -175,18 +170,6 @@ def calibration_by(
     use_attention(loaded.model, attention)
     found = _calibration(loaded, mode, probe, positions, notes)
     return replace(found, expansions=_expansions(loaded, mode, probe))
-
-
-def _pack_weights(loaded: LoadedModel, reference: StockLogits, packing: Packing) -> bool:
-    """Pack the model's weights, unless it then fails or its answers change; return if it did."""
-    pack_weights(loaded.model, packing)
-    try:
-        is_same_model = answers_as(loaded, reference)
-    except Exception:  # noqa: BLE001 - models may do anything with their layers
-        is_same_model = False
-    if not is_same_model:
-        unpack_weights(loaded.model)
-    return is_same_model
 
 
 class _Refusals:

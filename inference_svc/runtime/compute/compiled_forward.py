@@ -4,8 +4,9 @@ torch's compiler (inductor) fuses norms, rotary embedding, activations and copie
 and calls them and the matrix products from generated code: a step then spends little time between
 them. What a graph is, and what stays out of it, `traced_forward.py` describes.
 
-A model whose small layers are multiplied in one way for few tokens and in another for many
-(`packed_linear.py`) has a graph for each way. Weights are not copied: graphs refer to the model's.
+A model whose layers are multiplied in one way for few tokens and in another for many, as some are
+with oneDNN (`packing.py`), has a graph for each way. Weights are not copied: graphs refer to the
+model's.
 """
 
 from collections.abc import Callable

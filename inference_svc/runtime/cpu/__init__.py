@@ -1,1 +1,1 @@
-"""Code for CPUs only: a kernel in C++, compiled at start where there is a compiler."""
+"""Code for CPUs only: kernels in C++, compiled at start where there is a compiler."""

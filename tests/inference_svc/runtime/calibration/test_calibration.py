@@ -12,6 +12,7 @@ from inference_svc.runtime.model import packing
 from inference_svc.runtime.model.capture import ATTENTION_NAME
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
 from inference_svc.runtime.model.packed_linear import packed_bytes, packing_of
+from shared.types.errors import ConfigError
 
 
 def calibrate_model(model, positions="auto"):
@@ -240,6 +241,8 @@ def test_weights_stay_where_packed_ones_change_the_logits(monkeypatch):
     calibrate(loaded, packing="auto")
     assert not packed_bytes(loaded.model)
     assert torch.equal(loaded.model.lm_head.weight, head)
+    with pytest.raises(ConfigError, match=r"packed_weights = cpp .* answers differ"):
+        calibrate(loaded, packing="cpp")
 
 
 def test_a_named_mode_is_used_without_a_proof(build):

@@ -1,17 +1,21 @@
 """The C++ source is compiled once for a machine, and a start without a compiler says so."""
 
 import os
+import platform
 import stat
 from pathlib import Path
 
 import pytest
 import torch
 
+from inference_svc.runtime.cpu.decode_kernel import DecodeKernel, why_wrong
 from inference_svc.runtime.cpu.native_library import (
     KERNEL_DIR,
     NativeLibraryError,
     load_library,
 )
+from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.kv.layer_tensors import LayerShape
 
 
 def only_file(directory):
@@ -83,3 +87,15 @@ def test_it_shares_torchs_threads():
     maps = Path(f"/proc/{os.getpid()}/maps").read_text()
     loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
     assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("option", ["-mno-avx512f", "-mno-avx"])
+def test_processors_with_shorter_vectors_are_served(tmp_path, option):
+    """As compiled for them, both kernels are right."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the options are those of x86")
+    library = load_library({KERNEL_DIR: str(tmp_path), "CXX": f"g++ {option}"})
+    assert ProductKernel(library).why_unusable(torch.device("cpu"), torch.float32) == ""
+    shapes = [LayerShape((2, 48), (2, 112))]
+    assert why_wrong(DecodeKernel(library), shapes, torch.float32) == ""
+    assert library.panel_columns() <= 16
