@@ -27,8 +27,8 @@ from inference_svc.runtime.calibration.proof import new_pool
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel, why_unsupported, why_wrong
 from inference_svc.runtime.cpu.cpu_attention import CpuAttention
-from inference_svc.runtime.cpu.decode_kernel import DecodeKernel, why_unsupported, why_wrong
 from inference_svc.runtime.cpu.native_library import NativeLibraryError
 from inference_svc.runtime.kv.layer_groups import LayerGroups
 from inference_svc.runtime.kv.page_pool import PagePool
@@ -105,7 +105,7 @@ def _prove_cpp(
     if reason:
         return reason
     try:
-        kernel = DecodeKernel.load()
+        kernel = AttentionKernel.load()
     except NativeLibraryError as error:
         return str(error)
     return why_wrong(kernel, shapes, loaded.dtype) or CpuAttention(kernel)

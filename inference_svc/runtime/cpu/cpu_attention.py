@@ -1,12 +1,11 @@
-"""CpuAttention: sequences with one new token attend by a kernel in C++, all of a step in one call.
+"""CpuAttention: sequences attend by kernels in C++, all of a step in one call or two.
 
-torch computes one query row after another, in a call for each sequence; with long histories, a step
-of several sequences spends most of its time there. The kernel (`decode_attention.cpp`) reads keys
-and values once for all query heads that share them, in place: contiguous or on pages. Parts of
-several tokens attend by `TorchAttention`.
+torch computes one sequence after another. The kernels (`attention_kernel.py`) take all of a step,
+read keys and values once for all query heads that share them, in place: contiguous or on pages.
 
-A lone token attends by the kernel whatever else is in the step, so that its result does not depend
-on other parts.
+A lone token attends by the kernel of decode steps whatever else is in the step, so that its result
+does not depend on other parts. Parts of several tokens attend by that of prefill, or by
+`TorchAttention` where the processor has instructions that only torch uses.
 """
 
 from collections.abc import Sequence
@@ -18,13 +17,15 @@ from torch import Tensor
 
 from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
-from inference_svc.runtime.cpu.decode_kernel import (
+from inference_svc.runtime.cpu.attention_kernel import (
     END,
     FIRST,
+    FIRSTS,
+    NUM_TOKENS,
     PAGE_TOKENS,
     PAGES,
     Addresses,
-    DecodeKernel,
+    AttentionKernel,
 )
 from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens
@@ -32,9 +33,9 @@ from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
 
 class CpuAttention:
-    """The back-end: the kernel for parts of one token, torch for the others; for one thread."""
+    """The back-end; for one thread."""
 
-    def __init__(self, kernel: DecodeKernel) -> None:
+    def __init__(self, kernel: AttentionKernel) -> None:
         """Store the kernel."""
         self._kernel = kernel
         self._portable = TorchAttention()
@@ -43,13 +44,18 @@ class CpuAttention:
     def prepare(self, parts: Sequence[Part]) -> StepAttention:
         """Plan a step; cheap, as a sequence's addresses are kept from step to step."""
         lone = [part for part in parts if part.num_tokens == 1]
+        several = [part for part in parts if part.num_tokens > 1]
+        if not several:
+            return self._by_kernel(lone)
+        # All layers have the same dtype.
+        can_prefill = self._kernel.can_prefill(_layers_of(parts[0].kv.keys)[0].dtype)
+        rest = self._by_kernel(several) if can_prefill else self._portable.prepare(several)
         if not lone:
-            return self._portable.prepare(parts)
-        attention = LoneAttention(self._kernel, [(part, self._places_of(part.kv)) for part in lone])
-        if len(lone) == len(parts):
-            return attention
-        several = self._portable.prepare([part for part in parts if part.num_tokens > 1])
-        return MixedAttention(attention, several, [part.num_tokens for part in parts])
+            return rest
+        return MixedAttention(self._by_kernel(lone), rest, [part.num_tokens for part in parts])
+
+    def _by_kernel(self, parts: Sequence[Part]) -> StepAttention:
+        return KernelAttention(self._kernel, [(part, self._places_of(part.kv)) for part in parts])
 
     def _places_of(self, kv: SequenceKv) -> Addresses:
         """Return where a sequence's KV is, [layers, numbers]; the range of tokens is left open."""
@@ -59,16 +65,21 @@ class CpuAttention:
         return places
 
 
-class LoneAttention:
-    """The attention of a step's parts of one token; see `StepAttention` for shapes."""
+class KernelAttention:
+    """The attention of parts by one kernel; see `StepAttention` for shapes.
 
-    def __init__(self, kernel: DecodeKernel, parts: Sequence[tuple[Part, Addresses]]) -> None:
+    All parts have one token, or all have several.
+    """
+
+    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, Addresses]]) -> None:
         """Store the parts, each with the places of its KV."""
-        self._kernel = kernel
         self._parts = parts
+        self._attend = kernel.decode if parts[0][0].num_tokens == 1 else kernel.prefill
         # By window and chunk [layers, parts, numbers].
         self._addresses: dict[tuple[int | None, int | None], Addresses] = {}
-        self._tables = [  # kept until the step is over, as their addresses are
+        # These are kept until the step is over, as their addresses are.
+        self._firsts: list[Addresses] = []
+        self._tables = [
             table.numbers
             for part, _ in parts
             if isinstance(part.kv, PagedKv)
@@ -84,24 +95,32 @@ class LoneAttention:
         _, kv_heads, *_, value_dim = values.shape  # of both layouts
         rows = query[0].transpose(0, 1).contiguous()
         addresses = self._addresses[kind][layer_index]
-        return self._kernel(rows, addresses, kv_heads, value_dim, options).unsqueeze(0)
+        return self._attend(rows, addresses, kv_heads, value_dim, options).unsqueeze(0)
 
     def _find_addresses(self, options: AttentionOptions) -> Addresses:
         """Return the parts' numbers by layer, for calls with this window and chunk."""
         by_part = []
         for part, places in self._parts:
             kv, numbers = part.kv, places.copy()
-            held_from: int | Addresses = 0
+            held_from = np.zeros(len(numbers), np.int64)
             if kv.window_from:
                 layers = range(len(numbers))
-                held_from = np.array([kv.keys.first_token(index) for index in layers], np.int64)
-            first = np.maximum(options.first_visible(part.length - 1), held_from)
+                held_from[:] = [kv.keys.first_token(index) for index in layers]
+            # Layers with a window hold their tokens from slot 0 on, unless they are on pages.
+            slot_0 = held_from * (not isinstance(kv, PagedKv))
+            new = range(part.length - part.num_tokens, part.length)
+            firsts = np.zeros(part.num_tokens, np.int64)
+            if options.window is not None or options.chunk is not None:
+                firsts[:] = [options.first_visible(position) for position in new]
+            firsts = np.maximum(firsts, held_from[:, None]) - slot_0[:, None]  # [layers, tokens]
             if isinstance(kv, PagedKv):
                 tables = [table.numbers.data_ptr() for table in kv.tables.by_group]
                 numbers[:, PAGES] = [tables[group] for group in kv.tables.groups.group_of]
-                numbers[:, FIRST], numbers[:, END] = first, part.length
-            else:  # layers with a window hold their tokens from slot 0 on
-                numbers[:, FIRST], numbers[:, END] = first - held_from, part.length - held_from
+            numbers[:, FIRST], numbers[:, END] = firsts[:, 0], part.length - slot_0
+            numbers[:, NUM_TOKENS] = part.num_tokens
+            if part.num_tokens > 1:
+                self._firsts.append(firsts)
+                numbers[:, FIRSTS] = firsts.ctypes.data + np.arange(len(firsts)) * firsts.strides[0]
             by_part.append(numbers)
         return np.stack(by_part, axis=1)
 
@@ -139,7 +158,7 @@ def _find_places(kv: SequenceKv) -> Addresses:
         # Pages are [slots, kv_heads, dim], contiguous KV is [1, kv_heads, slots, dim].
         head, slot = (1, 0) if is_paged else (1, 2)
         strides = (keys.stride(head), keys.stride(slot), values.stride(head), values.stride(slot))
-        rows.append((keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides))
+        rows.append((keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides, 0, 0))
     places = np.array(rows, np.int64)
     if isinstance(kv, PagedKv):
         on_page = kv.tables.groups.tokens_on_page

@@ -8,16 +8,15 @@
 // change how it is divided.
 //
 // Sources: FlashAttention and Flash-Decoding (Dao et al.) for the arithmetic; PagedAttention (vLLM, SOSP'23) for
-// page tables. Written with GCC's vector extensions.
+// page tables.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
-#include "lanes.h"
+#include "attention.h"
 
 namespace {
 
@@ -28,19 +27,6 @@ constexpr int64_t TILE = 128;            // tokens; small enough that what is re
 constexpr int64_t ROW = TILE + LANES;    // scores of a query head: blocks may be longer than their tile
 constexpr int64_t AHEAD = 2 * TOKENS;    // tokens: how far ahead keys are fetched
 constexpr int64_t SERIAL = 1 << 15;      // elements of keys for which no other thread is woken
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(float))));
-
-// A row of int64 numbers that Python writes; strides are in elements.
-struct Part {
-  int64_t keys, values;          // addresses of slot 0
-  int64_t pages;                 // address of the int32 page numbers; 0: a token's slot is its position
-  int64_t page_tokens;           // tokens on a page
-  int64_t first, end;            // positions of the visible tokens
-  int64_t key_head, key_token;   // strides of keys
-  int64_t value_head, value_token;
-};
 
 // group: query heads that share a key head. softcap: 0 if there is none.
 struct Call {
@@ -54,32 +40,6 @@ struct Call {
 template <typename T>
 inline void fetch(const T* row, int64_t size) {  // into the first cache; harmless behind the end of memory
   for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
-}
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-inline Lanes all(float number) { return number - Lanes{}; }
-
-// e^x for x <= 0 by Cephes' polynomial, to about 2 units in the last place; 0 for what is no normal float.
-inline Lanes exp_of(Lanes x) {
-  const Lanes bounded = larger(x, all(-87.0f));
-  const Ints power = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);  // the nearest, as x <= 0
-  const Lanes n = __builtin_convertvector(power, Lanes);
-  const Lanes r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Lanes result = (p * r * r + r + 1.0f) * (Lanes)((power + 127) << 23);  // 2^power by its bits
-  return x < all(-87.0f) ? Lanes{} : result;
-}
-inline float exp_of(float x) { return exp_of(all(x))[0]; }
-
-inline Lanes capped(Lanes x, float softcap) {  // softcap * tanh(x / softcap)
-  const Lanes twice = x * (2.0f / softcap);
-  const Lanes e = exp_of(twice < Lanes{} ? twice : -twice);
-  const Lanes size = softcap * (1.0f - e) / (1.0f + e);
-  return twice < Lanes{} ? -size : size;
 }
 
 // Add neighbouring pieces of HALF lanes: of 2n pieces in two vectors become n in one.
@@ -128,19 +88,6 @@ inline void add_values(const T* values, int64_t token_stride, int64_t count, con
   (store(total[J], sums + J / N * stride + J % N * LANES), ...);
 }
 
-// Call visit(offset in the tile, slot, number of tokens) for each run of tokens that lie side by side.
-template <typename Visit>
-inline void for_each_run(const Part& part, int64_t tile, int64_t count, Visit visit) {
-  if (!part.pages) return visit(0, tile, count);
-  const int32_t* pages = reinterpret_cast<const int32_t*>(part.pages);
-  for (int64_t done = 0; done < count;) {
-    const int64_t number = (tile + done) / part.page_tokens, offset = (tile + done) % part.page_tokens;
-    const int64_t length = std::min(count - done, part.page_tokens - offset);
-    visit(done, pages[number] * part.page_tokens + offset, length);
-    done += length;
-  }
-}
-
 // Attend one key head's query heads to tokens [begin, end).
 // query: [group, dim]. results: for each query head, rounded up to whole blocks: greatest score, sum of weights,
 // [value_dim] weighted sum of values.
@@ -184,17 +131,15 @@ void attend_split(const Part& part, const Call& call, const T* query, int64_t he
       std::fill(row + count, row + ROW, NOTHING);
       Lanes largest = all(result[0]), sums = {};
       for (int64_t t = 0; t < count; t += LANES) largest = larger(largest, load(row + t));
-      float most = result[0], sum = 0.0f;
-      for (int i = 0; i < LANES; ++i) most = std::max(most, largest[i]);
+      const float most = std::max(result[0], largest_of(largest));
       for (int64_t t = 0; t < count; t += LANES) {
         const Lanes weights = exp_of(load(row + t) - most);
         store(weights, row + t);
         sums += weights;
       }
-      for (int i = 0; i < LANES; ++i) sum += sums[i];
       const float fade = exp_of(result[0] - most);  // for what was added before this tile
       result[0] = most;
-      result[1] = result[1] * fade + sum;
+      result[1] = result[1] * fade + sum_of(sums);
       if (fade != 1.0f)
         for (int64_t i = 0; i < value_dim; i += LANES) store(load(result + 2 + i) * fade, result + 2 + i);
     }

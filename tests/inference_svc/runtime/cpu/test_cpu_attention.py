@@ -6,8 +6,8 @@ import torch
 from inference_svc.runtime.attention.attention import Part, TorchAttention
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel, why_unsupported
 from inference_svc.runtime.cpu.cpu_attention import CpuAttention
-from inference_svc.runtime.cpu.decode_kernel import DecodeKernel, why_unsupported
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 from tests.held_windows import KINDS, check_answers
@@ -25,7 +25,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def cpu_attention():
-    return CpuAttention(DecodeKernel.load())
+    return CpuAttention(AttentionKernel.load())
 
 
 def filled_parts(sizes):

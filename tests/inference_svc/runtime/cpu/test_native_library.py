@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference_svc.runtime.cpu.decode_kernel import DecodeKernel, why_wrong
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel, why_wrong
 from inference_svc.runtime.cpu.native_library import (
     KERNEL_DIR,
     NativeLibraryError,
@@ -97,5 +97,5 @@ def test_processors_with_shorter_vectors_are_served(tmp_path, option):
     library = load_library({KERNEL_DIR: str(tmp_path), "CXX": f"g++ {option}"})
     assert ProductKernel(library).why_unusable(torch.device("cpu"), torch.float32) == ""
     shapes = [LayerShape((2, 48), (2, 112))]
-    assert why_wrong(DecodeKernel(library), shapes, torch.float32) == ""
+    assert why_wrong(AttentionKernel(library), shapes, torch.float32) == ""
     assert library.panel_columns() <= 16

@@ -1,11 +1,14 @@
-"""DecodeKernel: one new token of each of several sequences attends over its KV in place, in C++.
+"""AttentionKernel: the new tokens of several sequences attend over their KV in place, in C++.
 
-The kernel of `decode_attention.cpp`, which `native_library.py` compiles. Before it serves, it is
-proven on this machine: random tensors of the model's shapes against plain softmax in torch.
+The kernels of `decode_attention.cpp`, for sequences with one new token, and of
+`prefill_attention.cpp`, for those with more; `native_library.py` compiles them. Before they serve,
+they are proven on this machine: random tensors of the model's shapes against plain softmax in
+torch.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +21,18 @@ from inference_svc.runtime.kv.layer_tensors import LayerShape
 
 DIM_STEP = 16  # heads have a multiple of so many elements
 DTYPES = (torch.float32, torch.bfloat16)
-PAGES, PAGE_TOKENS, FIRST, END = 2, 3, 4, 5  # indices of numbers of `Part` in the source
+# Indices of numbers of `Part` in the sources.
+PAGES, PAGE_TOKENS, FIRST, END, NUM_TOKENS, FIRSTS = 2, 3, 4, 5, 10, 11
 PROOF_LENGTHS = (1300, 7)  # tokens: two of the kernel's splits, and less than a tile
+PROOF_TOKENS = (150, 5)  # new ones of each in a prefill: with many heads, more than a block of rows
 PROOF_GROUPS = (1, 3, 8)  # query heads of a key head: a part of a block, and more than one
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest value
 
 Addresses = npt.NDArray[np.int64]
 
 
-class DecodeKernel:
-    """The compiled kernel; may be called by several threads."""
+class AttentionKernel:
+    """The compiled kernels; may be called by several threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the library's functions."""
@@ -39,9 +44,17 @@ class DecodeKernel:
         self._scratch_size = library.scratch_size
         self._scratch_size.restype = size
         self._scratch_size.argtypes = [address, size, size, size, size]
+        self._prefill = library.attend_prefill
+        self._prefill.restype = None
+        self._prefill.argtypes = [address, size, size, size, size, size, number, number]
+        self._prefill.argtypes += [address, address, address, ctypes.c_int, ctypes.c_int]
+        library.panel_depth.restype = size
+        self._prefilled = {
+            dtype for dtype in DTYPES if library.panel_depth(int(dtype == torch.bfloat16))
+        }
 
     @classmethod
-    def load(cls) -> "DecodeKernel":
+    def load(cls) -> "AttentionKernel":
         """Compile and load the kernel.
 
         Raises:
@@ -49,7 +62,11 @@ class DecodeKernel:
         """
         return cls(load_library())
 
-    def __call__(
+    def can_prefill(self, dtype: torch.dtype) -> bool:
+        """Whether parts of several tokens can attend; torch has faster instructions otherwise."""
+        return dtype in self._prefilled
+
+    def decode(
         self,
         query: Tensor,
         parts: Addresses,
@@ -61,7 +78,7 @@ class DecodeKernel:
 
         Args:
             query: [parts, heads, head_dim], contiguous, of a dtype in DTYPES, which KV has too.
-            parts: [parts, numbers], contiguous, as `Part` in the source; what they point to has to
+            parts: [parts, numbers], contiguous, as `Part` in the sources; what they point to has to
                 stay in place during the call.
             kv_heads: number of key heads, of which `heads` is a multiple.
             value_dim: elements of a value.
@@ -72,9 +89,9 @@ class DecodeKernel:
         """
         num_parts, heads, dim = query.shape
         group, address = heads // kv_heads, parts.ctypes.data
+        sinks = _sinks(options)
         scratch = torch.empty(self._scratch_size(address, num_parts, kv_heads, group, value_dim))
         out = query.new_empty(num_parts, heads, value_dim)
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._attend(
             address,
             num_parts,
@@ -93,6 +110,51 @@ class DecodeKernel:
         )
         return out
 
+    def prefill(
+        self,
+        query: Tensor,
+        parts: Addresses,
+        kv_heads: int,
+        value_dim: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend several tokens of each part, of a dtype that `can_prefill`.
+
+        Args:
+            query: [tokens, heads, head_dim], contiguous, the parts' new tokens one after another.
+            parts: see `decode`.
+            kv_heads: see `decode`.
+            value_dim: see `decode`.
+            options: see `decode`; also its chunk is in `parts`.
+
+        Returns:
+            [tokens, heads, value_dim]
+        """
+        num_tokens, heads, dim = query.shape
+        out = query.new_empty(num_tokens, heads, value_dim)
+        sinks = _sinks(options)
+        self._prefill(
+            parts.ctypes.data,
+            len(parts),
+            kv_heads,
+            heads // kv_heads,
+            dim,
+            value_dim,
+            dim**-0.5 if options.scale is None else options.scale,
+            options.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            query.data_ptr(),
+            out.data_ptr(),
+            int(query.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _sinks(options: AttentionOptions) -> Tensor | None:
+    """Return the sinks, [heads] float32; None: there are none."""
+    return None if options.sinks is None else options.sinks.float().contiguous()
+
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
     """Return why the kernel cannot serve layers of these shapes; "": it can."""
@@ -107,37 +169,52 @@ def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
     return ""
 
 
-def why_wrong(kernel: DecodeKernel, shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
-    """Compare the kernel to plain softmax in torch; return how they differ; "": they do not."""
+def why_wrong(kernel: AttentionKernel, shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
+    """Compare the kernels to plain softmax in torch; return how they differ; "": they do not."""
     random = torch.Generator().manual_seed(0)
+    ways = [("decode", (1, 1))]
+    if kernel.can_prefill(dtype):
+        ways.append(("prefill", PROOF_TOKENS))
     for shape in dict.fromkeys(shapes):
         (kv_heads, dim), value_dim = shape.key, shape.value[1]
         keys, values = (
             torch.randn(kv_heads, PROOF_LENGTHS[0], size, generator=random).to(dtype)
             for size in (dim, value_dim)
         )
-        for group in PROOF_GROUPS:
+        for group, (name, counts) in product(PROOF_GROUPS, ways):
             heads = kv_heads * group
-            query = torch.randn(len(PROOF_LENGTHS), heads, dim, generator=random).to(dtype)
+            query = torch.randn(sum(counts), heads, dim, generator=random).to(dtype)
             sinks = torch.randn(heads, generator=random)
             for options in (AttentionOptions(), AttentionOptions(0.3, softcap=5.0, sinks=sinks)):
                 parts = np.array(
-                    [_contiguous_part(keys, values, length) for length in PROOF_LENGTHS]
+                    [
+                        _contiguous_part(keys, values, length, count)
+                        for length, count in zip(PROOF_LENGTHS, counts, strict=True)
+                    ]
                 )
-                found = kernel(query, parts, kv_heads, value_dim, options)
-                for row, length in enumerate(PROOF_LENGTHS):
+                found = getattr(kernel, name)(query, parts, kv_heads, value_dim, options)
+                for row, length in _proof_rows(counts):
                     seen = (keys[:, :length].float(), values[:, :length].float())
                     expected = _plain_softmax(query[row].float(), *seen, options)
                     off = (found[row].float() - expected).abs().max() / values.float().abs().max()
                     if not off <= TOLERANCE[dtype]:  # also if it is NaN
-                        return f"the kernel is {off:.1e} off plain softmax"
+                        return f"the kernel of {name} is {off:.1e} off plain softmax"
     return ""
 
 
-def _contiguous_part(keys: Tensor, values: Tensor, length: int) -> list[int]:
-    """Return the numbers of a part over the first tokens of [kv_heads, tokens, dim]."""
+def _proof_rows(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the rows to compare, each with the number of tokens that it sees."""
+    begin = 0
+    for length, count in zip(PROOF_LENGTHS, counts, strict=True):
+        for token in {0, count // 2, count - 1}:
+            yield begin + token, length - count + token + 1
+        begin += count
+
+
+def _contiguous_part(keys: Tensor, values: Tensor, length: int, count: int) -> list[int]:
+    """Return the numbers of a part: `count` tokens behind others, of [kv_heads, tokens, dim]."""
     strides = [*keys.stride()[:2], *values.stride()[:2]]
-    return [keys.data_ptr(), values.data_ptr(), 0, 0, 0, length, *strides]
+    return [keys.data_ptr(), values.data_ptr(), 0, 0, 0, length, *strides, count, 0]
 
 
 def _plain_softmax(

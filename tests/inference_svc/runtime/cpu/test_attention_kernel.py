@@ -1,5 +1,7 @@
 """The kernel computes plain softmax attention, for all shapes, pages, batches and threads."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
-from inference_svc.runtime.cpu.decode_kernel import (
-    DecodeKernel,
+from inference_svc.runtime.cpu.attention_kernel import (
+    AttentionKernel,
     why_unsupported,
     why_wrong,
 )
@@ -24,24 +26,28 @@ LAYERS = {
 
 @pytest.fixture(scope="module")
 def kernel():
-    return DecodeKernel.load()
+    return AttentionKernel.load()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_is_plain_softmax(kernel, name, dtype):
-    """One split and several, few query heads and many, softcap and sinks; see `why_wrong`."""
+    """One split and several, few query heads and many, softcap and sinks; see `why_wrong`.
+
+    Both kernels; bfloat16 in prefill only where the processor multiplies it.
+    """
+    assert kernel.can_prefill(torch.float32)
     assert why_wrong(kernel, [LAYERS[name]], dtype) == ""
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
-def test_a_wrong_kernel_is_found(kernel, factor):
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_wrong_kernel_is_found(kernel, monkeypatch, name, factor):
     """A deviation of a thousandth is enough, and so is NaN."""
-
-    def wrong(*args):
-        return kernel(*args) * factor
-
-    assert "off plain softmax" in why_wrong(wrong, [LAYERS["smollm"]], torch.float32)
+    right = getattr(kernel, name)
+    monkeypatch.setattr(kernel, name, lambda *args: right(*args) * factor)
+    reason = why_wrong(kernel, [LAYERS["smollm"]], torch.float32)
+    assert f"the kernel of {name} is" in reason
 
 
 def test_what_it_cannot_compute():
@@ -53,12 +59,13 @@ def test_what_it_cannot_compute():
 
 
 class Sequence:
-    """Random KV of a sequence, side by side and on pages, and one query."""
+    """Random KV of a sequence, side by side and on pages, and queries of its last tokens."""
 
-    def __init__(self, length, page_tokens, seed):
+    def __init__(self, length, page_tokens, seed, num_tokens=1):
         random = torch.Generator().manual_seed(seed)
         self.keys, self.values = (torch.randn(2, length, 32, generator=random) for _ in "kv")
-        self.query = torch.randn(6, 32, generator=random)
+        self.query = torch.randn(num_tokens, 6, 32, generator=random)
+        self.num_tokens = num_tokens
         num_pages = -(-length // page_tokens)
         self.table = torch.randperm(num_pages, generator=random).to(torch.int32)
         self.page_tokens, self.length = page_tokens, length
@@ -74,22 +81,25 @@ class Sequence:
 
     def contiguous(self, first):
         strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
-        return [self.keys.data_ptr(), self.values.data_ptr(), 0, 0, first, self.length, *strides]
+        place = [self.keys.data_ptr(), self.values.data_ptr(), 0, 0]
+        return [*place, first, self.length, *strides, self.num_tokens, 0]
 
     def on_pages(self, first):
         keys, values = self.paged
         place = [keys.data_ptr(), values.data_ptr(), self.table.data_ptr(), self.page_tokens]
         strides = (keys.stride(1), keys.stride(0), values.stride(1), values.stride(0))
-        return [*place, first, self.length, *strides]
+        return [*place, first, self.length, *strides, self.num_tokens, 0]
 
 
 def attend(kernel, sequences, parts, threads=1):
     """Attend these sequences' queries in one call."""
-    query = torch.stack([sequence.query for sequence in sequences])
+    query = torch.cat([sequence.query for sequence in sequences])
     parts = np.array(parts, np.int64)
+    is_decode = all(sequence.num_tokens == 1 for sequence in sequences)
+    by = kernel.decode if is_decode else kernel.prefill
     torch.set_num_threads(threads)
     try:
-        return kernel(query, parts, 2, 32, AttentionOptions())
+        return by(query, parts, 2, 32, AttentionOptions())
     finally:
         torch.set_num_threads(1)
 
@@ -100,7 +110,7 @@ LENGTHS = st.integers(1, 3000)  # up to three of the kernel's splits
 @given(st.lists(st.tuples(LENGTHS, st.integers(1, 200), st.floats(0, 1)), min_size=1, max_size=4))
 def test_pages_batch_and_threads_do_not_change_a_bit(sizes):
     """A sequence's result depends on its own tokens alone."""
-    kernel = DecodeKernel.load()
+    kernel = AttentionKernel.load()
     sequences = [Sequence(length, page, seed) for seed, (length, page, _) in enumerate(sizes)]
     firsts = [int(share * (length - 1)) for length, _, share in sizes]
     alone = [
@@ -111,6 +121,58 @@ def test_pages_batch_and_threads_do_not_change_a_bit(sizes):
         parts = [seq.on_pages(first) for seq, first in zip(sequences, firsts, strict=True)]
         together = attend(kernel, sequences, parts, threads)
         assert torch.equal(together, torch.stack(alone))
+
+
+COUNTS = st.integers(2, 200)  # new tokens: up to three blocks of rows
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 600), COUNTS, st.integers(1, 200)), min_size=1, max_size=3)
+)
+def test_pages_batch_and_threads_do_not_change_a_bit_of_a_prefill(sizes):
+    """As in decode steps."""
+    kernel = AttentionKernel.load()
+    sequences = [
+        Sequence(past + count, page, seed, count) for seed, (past, count, page) in enumerate(sizes)
+    ]
+    alone = [attend(kernel, [sequence], [sequence.contiguous(0)]) for sequence in sequences]
+    for threads in (1, 2):
+        together = attend(kernel, sequences, [seq.on_pages(0) for seq in sequences], threads)
+        assert torch.equal(together, torch.cat(alone))
+
+
+@given(st.integers(0, 400), st.lists(COUNTS, min_size=2, max_size=4))
+def test_how_a_prompt_is_divided_does_not_change_a_bit(past, counts):
+    """Into the chunks of several steps."""
+    kernel = AttentionKernel.load()
+    whole = Sequence(past + sum(counts), 16, 5, sum(counts))
+    expected, begin = attend(kernel, [whole], [whole.contiguous(0)]), 0
+    for count in counts:
+        piece = copy.copy(whole)
+        piece.length, piece.num_tokens = past + begin + count, count
+        piece.query = whole.query[begin : begin + count]
+        found = attend(kernel, [piece], [piece.contiguous(0)])
+        assert torch.equal(found, expected[begin : begin + count])
+        begin += count
+
+
+def test_each_new_token_sees_its_own_window(kernel):
+    """And tokens before that of the first one are not read; here they are NaN."""
+    sequence = Sequence(300, 16, 6, 150)
+    whole = copy.deepcopy((sequence.keys, sequence.values))
+    firsts = np.array([max(0, position - 20) for position in range(150, 300)], np.int64)
+    for tokens in (sequence.keys, sequence.values):
+        tokens[:, : firsts[0]] = float("nan")
+    part = sequence.contiguous(int(firsts[0]))
+    part[-1] = firsts.ctypes.data
+    found = attend(kernel, [sequence], [part])
+    hidden = torch.ones(150, 300, dtype=torch.bool).triu(151)
+    hidden |= torch.arange(300) < torch.from_numpy(firsts)[:, None]
+    keys, values = (tokens[None].repeat_interleave(3, 1) for tokens in whole)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        sequence.query.transpose(0, 1)[None], keys, values, attn_mask=~hidden
+    )
+    torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_only_visible_tokens_count(kernel):

@@ -1,8 +1,8 @@
-"""The attention of decode steps on a CPU: our kernel beside torch, and beside a read of the KV.
+"""Attention on a CPU: our kernels beside torch, and beside a read of the KV.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.decode_attention [--dtype bfloat16] [--rounds 15]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.attention [--new 256] [--dtype bfloat16]
 
-Every step attends once over a layer's KV of each sequence; layers differ, so that KV comes from
+Without `--new` these are decode steps, else steps of prompts with so many new tokens. Every step attends once over a layer's KV of each sequence; layers differ, so that KV comes from
 memory. All three take turns in a round. Shown are the medians of microseconds of a layer, CPU time
 of the thread that computes, and the medians of the rounds' ratios.
 """
@@ -15,8 +15,8 @@ import torch
 
 from inference_svc.runtime.attention.attention import Part, TorchAttention
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel
 from inference_svc.runtime.cpu.cpu_attention import CpuAttention
-from inference_svc.runtime.cpu.decode_kernel import DecodeKernel
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 from tests.benchmarks.rounds import measure_in_turns, median_ratio
@@ -36,11 +36,12 @@ def main():
     """Measure all shapes, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--new", type=int, default=1, help="new tokens of each sequence")
+    parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    kernel = CpuAttention(DecodeKernel.load())
+    kernel = CpuAttention(AttentionKernel.load())
     sys.stdout.write(
         "| layer of | batch | tokens | torch | kernel | read | kernel / torch | kernel / read |\n"
     )
@@ -48,8 +49,13 @@ def main():
     for name, sizes in MODELS.items():
         for batch in BATCHES:
             for length in LENGTHS:
+                num_new = min(asked.new, length)
                 found = measure(
-                    sizes, batch, length, getattr(torch, asked.dtype), kernel, asked.rounds
+                    sizes,
+                    (batch, length, num_new),
+                    getattr(torch, asked.dtype),
+                    kernel,
+                    asked.rounds,
                 )
                 figures = [
                     f"{statistics.median(found[way]):.0f} µs" for way in ("torch", "kernel", "read")
@@ -61,13 +67,21 @@ def main():
                 sys.stdout.flush()
 
 
-def measure(sizes, batch, length, dtype, kernel, num_rounds):
-    """Return the microseconds of a layer, by way and round."""
-    heads, kv_heads, dim = sizes
+def measure(sizes, tokens, dtype, kernel, num_rounds):
+    """Return the microseconds of a layer, by way and round.
+
+    Args:
+        sizes: see MODELS.
+        tokens: number of sequences, tokens of each, and how many of these are new.
+        dtype: of queries and KV.
+        kernel: our back-end.
+        num_rounds: number of rounds.
+    """
+    (heads, kv_heads, dim), (batch, length, num_new) = sizes, tokens
     layer_bytes = 2 * batch * length * kv_heads * dim * dtype.itemsize
-    num_layers = max(2, min(32, MOST_BYTES // layer_bytes))
-    parts = filled_parts((kv_heads, dim), num_layers, batch, length, dtype)
-    query = torch.randn(1, batch, heads, dim, dtype=dtype).transpose(1, 2)
+    num_layers = max(2, min(32 // num_new, MOST_BYTES // layer_bytes))
+    parts = filled_parts((kv_heads, dim), num_layers, tokens, dtype)
+    query = torch.randn(1, batch * num_new, heads, dim, dtype=dtype).transpose(1, 2)
     ways = {
         "torch": lambda: attend(TorchAttention(), parts, query, num_layers),
         "kernel": lambda: attend(kernel, parts, query, num_layers),
@@ -77,16 +91,17 @@ def measure(sizes, batch, length, dtype, kernel, num_rounds):
     return {way: [s / num_layers * 1e6 for s in rounds] for way, rounds in found.items()}
 
 
-def filled_parts(sizes, num_layers, batch, length, dtype):
-    """Return parts of one token, behind KV of random numbers."""
+def filled_parts(sizes, num_layers, tokens, dtype):
+    """Return parts with KV of random numbers; tokens: see `measure`."""
+    batch, length, num_new = tokens
     shapes = [LayerShape(sizes, sizes)] * num_layers
     pool = KVPool(shapes, batch * length, device=torch.device("cpu"), dtype=dtype)
     kvs = [pool.new_kv(length) for _ in range(batch)]
     for kv in kvs:
-        kv.num_tokens = length - 1
+        kv.num_tokens = length - num_new
         for tensor in (*kv.keys.layers, *kv.values.layers):
             tensor.normal_()
-    return [Part(kv, 1) for kv in kvs]
+    return [Part(kv, num_new) for kv in kvs]
 
 
 def attend(backend, parts, query, num_layers):

@@ -1,0 +1,84 @@
+// What the attention kernels have in common: where a sequence's KV lies, and the arithmetic of softmax.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // a score that is not seen
+
+typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(float))));
+
+// A row of int64 numbers that Python writes; strides are in elements.
+struct Part {
+  int64_t keys, values;          // addresses of slot 0
+  int64_t pages;                 // address of the int32 page numbers; 0: a token's slot is its position
+  int64_t page_tokens;           // tokens on a page
+  int64_t first, end;            // positions of the visible tokens
+  int64_t key_head, key_token;   // strides of keys
+  int64_t value_head, value_token;
+  int64_t num_tokens;            // new ones, the last of these positions; 1 in decode steps
+  int64_t firsts;                // address of the int64 first position that each new token sees; 0: `first`
+};
+
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+inline Lanes all(float number) { return number - Lanes{}; }
+
+// Combine all lanes to one number: each step joins those whose indices differ in one bit.
+template <int BIT, size_t... I>
+inline Lanes swapped(Lanes x, std::index_sequence<I...>) {
+  return __builtin_shuffle(x, Ints{int32_t(I ^ BIT)...});
+}
+template <int BIT = LANES / 2, typename Join>
+inline float joined(Lanes x, Join join) {
+  const Lanes other = swapped<BIT>(x, std::make_index_sequence<LANES>());
+  if constexpr (BIT > 1) return joined<BIT / 2>(join(x, other), join);
+  return join(x, other)[0];
+}
+inline float largest_of(Lanes x) { return joined(x, larger); }
+inline float sum_of(Lanes x) { return joined(x, [](Lanes a, Lanes b) { return a + b; }); }
+
+// e^x for x <= 0 by Cephes' polynomial, to about 2 units in the last place; 0 for what is no normal float.
+inline Lanes exp_of(Lanes x) {
+  const Lanes bounded = larger(x, all(-87.0f));
+  const Ints power = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);  // the nearest, as x <= 0
+  const Lanes n = __builtin_convertvector(power, Lanes);
+  const Lanes r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Lanes result = (p * r * r + r + 1.0f) * (Lanes)((power + 127) << 23);  // 2^power by its bits
+  return x < all(-87.0f) ? Lanes{} : result;
+}
+inline float exp_of(float x) { return exp_of(all(x))[0]; }
+
+inline Lanes capped(Lanes x, float softcap) {  // softcap * tanh(x / softcap)
+  const Lanes twice = x * (2.0f / softcap);
+  const Lanes e = exp_of(twice < Lanes{} ? twice : -twice);
+  const Lanes size = softcap * (1.0f - e) / (1.0f + e);
+  return twice < Lanes{} ? -size : size;
+}
+
+// Call visit(offset in the tile, slot, number of tokens) for each run of tokens that lie side by side.
+template <typename Visit>
+inline void for_each_run(const Part& part, int64_t tile, int64_t count, Visit visit) {
+  if (!part.pages) return visit(0, tile, count);
+  const int32_t* pages = reinterpret_cast<const int32_t*>(part.pages);
+  for (int64_t done = 0; done < count;) {
+    const int64_t number = (tile + done) / part.page_tokens, offset = (tile + done) % part.page_tokens;
+    const int64_t length = std::min(count - done, part.page_tokens - offset);
+    visit(done, pages[number] * part.page_tokens + offset, length);
+    done += length;
+  }
+}
+
+}  // namespace

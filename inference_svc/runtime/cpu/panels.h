@@ -1,0 +1,87 @@
+// Products of a few rows with a panel of columns, in registers: what this package's matrix kernels are made of.
+//
+// A panel is PANEL neighbouring columns of a matrix, [inner / DEPTH, PANEL, DEPTH], so that it lies in the order in
+// which it is read, without a gap. ROWS rows and one panel are multiplied at a time; their sums fill the processor's
+// registers, and each number of the panel that is read serves all rows.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "lanes.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int VECTORS = 2;                 // of a panel's columns
+constexpr int PANEL = VECTORS * LANES;     // columns
+constexpr int ROWS = LANES == 16 ? 8 : 6;  // with VECTORS they fill the registers
+constexpr int64_t AHEAD = 2048;            // bytes: how far ahead a panel is fetched
+
+// How a processor multiplies: DEPTH neighbours of a row with as many numbers of each of a vector's columns.
+template <typename T>
+struct Multiply;
+
+template <>
+struct Multiply<float> {
+  static constexpr int DEPTH = 1;
+  typedef Lanes Columns;
+  typedef float Number;
+  static inline Columns load(const float* panel) { return ::load(panel); }
+  static inline Number broadcast(const float* row) { return *row; }
+  static inline void add(Lanes& sum, Columns columns, Number number) { sum += columns * number; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Multiply<Bfloat16> {
+  static constexpr int DEPTH = 2;
+  typedef __m512bh Columns;
+  typedef __m512bh Number;
+  static inline Columns load(const Bfloat16* panel) { return (Columns)_mm512_loadu_si512(panel); }
+  static inline Number broadcast(const Bfloat16* row) {
+    int32_t pair;
+    std::memcpy(&pair, row, sizeof pair);
+    return (Number)_mm512_set1_epi32(pair);
+  }
+  static inline void add(Lanes& sum, Columns columns, Number number) {
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, columns, number);
+  }
+};
+#endif
+
+// Add the products of some rows with a piece of a panel to their sums, [rows, PANEL]. length: of the piece.
+// IS_FIRST: they are fetched ahead, and the next rows will find them in a cache.
+// R numbers the rows, J the pairs of row and vector. (Packs, and not loops: a compiler keeps an array in registers
+// only if its indices are constants.)
+template <bool IS_FIRST, typename T, size_t... R, size_t... J>
+void add_block(const T* rows, int64_t stride, const T* panel, int64_t length, float* sums,
+               std::index_sequence<R...>, std::index_sequence<J...>) {
+  using By = Multiply<T>;
+  Lanes total[] = {load(sums + J * LANES)...};
+  for (int64_t i = 0; i < length; i += By::DEPTH, panel += PANEL * By::DEPTH) {
+    if constexpr (IS_FIRST)
+      for (size_t byte = 0; byte < PANEL * By::DEPTH * sizeof(T); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(panel) + AHEAD + byte);
+    const typename By::Columns columns[] = {By::load(panel), By::load(panel + LANES * By::DEPTH)};
+    const typename By::Number numbers[] = {By::broadcast(rows + R * stride + i)...};
+    (By::add(total[J], columns[J % VECTORS], numbers[J / VECTORS]), ...);
+  }
+  (store(total[J], sums + J * LANES), ...);
+}
+
+// As `add_block`, for a number of rows that is not known in advance, of 1 to N.
+template <int N, bool IS_FIRST, typename T>
+void add_some(int64_t num_rows, const T* rows, int64_t stride, const T* panel, int64_t length, float* sums) {
+  if (num_rows == N)
+    return add_block<IS_FIRST>(rows, stride, panel, length, sums, std::make_index_sequence<N>(),
+                               std::make_index_sequence<N * VECTORS>());
+  if constexpr (N > 1) add_some<N - 1, IS_FIRST>(num_rows, rows, stride, panel, length, sums);
+}
+
+}  // namespace
