@@ -9,15 +9,18 @@ address.
 """
 
 import importlib.util
+import os
 import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,7 @@ from shared.blobs.mooncake_client import check_installed
 
 SECRET = "a-secret-key"  # noqa: S105
 STARTED_S = 30.0
+LEASE_MS = 5000  # Mooncake's own
 MIB = 1 << 20
 
 
@@ -51,10 +55,23 @@ class S3Server:
 
     def start(self) -> None:
         """Start the server."""
-        from moto.server import ThreadedMotoServer
+        from moto.moto_server.threaded_moto_server import MotoRequestHandler
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
 
-        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
-        self._server.start()
+        moto, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+        def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Any:
+            with turn:  # between moto's check of If-None-Match and its put, another may put
+                return moto(environ, start_response)
+
+        self._server = make_server(
+            *("127.0.0.1", self._port, one_at_a_time),
+            threaded=True,
+            request_handler=MotoRequestHandler,
+        )
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def make_bucket(self) -> None:
         """Create the bucket."""
@@ -69,18 +86,23 @@ class S3Server:
 
     def interrupt(self) -> None:
         """Stop the server; its objects stay in this process."""
-        self._server.stop()
+        self._server.shutdown()
+        self._thread.join()
 
 
 class MooncakeServer:
     """A Mooncake master and a process that lends it memory.
+
+    Args:
+        lease_ms: time for which an object stays in its place for a reader, in milliseconds.
 
     Attributes:
         environ: variables that reach it.
         url: of a prefix in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lease_ms: int) -> None:
+        self._lease_ms = lease_ms
         self._rpc, self._admin, self._lender = free_ports(3)
         self._processes = ExitStack()
         self._master: subprocess.Popen[bytes] | None = None
@@ -107,7 +129,7 @@ class MooncakeServer:
         self._master = self._run(
             "mooncake_master",
             *("--rpc_address=127.0.0.1", f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1"),
-            *(f"--metrics_port={self._admin}", "--default_kv_lease_ttl=200"),
+            *(f"--metrics_port={self._admin}", f"--default_kv_lease_ttl={self._lease_ms}"),
         )
         self._wait_until("/health")
 
@@ -122,8 +144,10 @@ class MooncakeServer:
         self._master.wait()
 
     def freeze_master(self, *, frozen: bool) -> None:
-        """Suspend the master, or resume it."""
+        """Suspend the master, or resume it; return when it is suspended."""
         self._master.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:  # until the signal is delivered, its threads may answer
+            os.waitid(os.P_PID, self._master.pid, os.WSTOPPED)
 
     def stop(self) -> None:
         """Stop both processes."""
@@ -167,13 +191,13 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def mooncake_server() -> Iterator[MooncakeServer]:
+def mooncake_server(lease_ms: int = LEASE_MS) -> Iterator[MooncakeServer]:
     """Run a Mooncake store with a little memory."""
     try:
         check_installed()
     except StoreMissingError as error:
         pytest.skip(str(error))
-    server = MooncakeServer()
+    server = MooncakeServer(lease_ms)
     try:
         server.start()
         with _store_environment(server.environ):

@@ -4,7 +4,7 @@ The body of an error depends on the client's API: `openai/dialect.py`, `anthropi
 Its message ends with the remedy, and its code is the error's reason.
 
 InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json,
-                    response_without_answer
+                    previous_response_not_found, response_without_answer
 NotFoundError       model_not_found, response_not_found, input_not_kept, conversation_not_found,
                     item_not_found, chat_not_found, unknown_url
 StateError          history_unknown, response_not_complete
@@ -75,6 +75,12 @@ class UnknownParameterError(RequestError):
     """A member of the body is unknown."""
 
     reason = "unknown_parameter"
+
+
+class UnknownPreviousError(RequestError):
+    """There is no response that a request could follow, or it is another tenant's."""
+
+    reason = "previous_response_not_found"
 
 
 class UnansweredResponseError(RequestError):
@@ -179,7 +185,17 @@ class MethodNotAllowedError(ReportedError):
 def unknown_response(response_id: str) -> UnknownResponseError:
     """Make the error of a response that the tenant does not have."""
     return UnknownResponseError(
-        f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
+        f"there is no response {response_id[:80]!r}",
+        "check the id: a response is gone when it or its session is deleted",
+    )
+
+
+def unknown_previous(response_id: str) -> UnknownPreviousError:
+    """Make the error of a request that follows a response which the tenant does not have."""
+    return UnknownPreviousError(
+        f"there is no response {response_id[:80]!r} to continue",
+        "send the whole conversation as input",
+        "previous_response_id",
     )
 
 

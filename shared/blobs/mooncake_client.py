@@ -20,13 +20,14 @@ from shared.blobs.blob_store import StoreFailedError, StoreMissingError, StoreSe
 from shared.types.units import parse_bytes
 
 OK, SHORT, NOT_FOUND, NOT_READY = 0, -600, -704, -703
-NO_ROOM, BUSY, COPIED = -200, -714, -708
+NO_ROOM, BUSY, COPIED, EXPIRED = -200, -714, -708, -707
 WORDS = {
     -1: "Mooncake gives no reason",
     NO_ROOM: "its memory is full, or no process provides any",
-    SHORT: "the buffer of this process is full",
+    SHORT: "the buffer of this process is full, or the read took longer than its lease",
     NOT_FOUND: "the object was removed immediately",
     NOT_READY: "another process is storing it",
+    EXPIRED: "the read took longer than its lease",
     -800: "the process that holds its memory does not answer",
     -900: "the master does not answer",
     -901: "the master does not answer in time",

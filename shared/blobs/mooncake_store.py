@@ -36,7 +36,7 @@ PAUSE_S = 0.05  # between two tries
 _TORN = 1  # a code of our own: the bytes read do not match their stamp
 _RETRYABLE = (  # codes after which a retry may succeed
     *(mooncake.NO_ROOM, mooncake.SHORT, mooncake.NOT_READY, mooncake.BUSY, mooncake.COPIED),
-    _TORN,
+    *(mooncake.EXPIRED, _TORN),
 )
 _PREFIX = re.compile(r"[\w./-]*", re.ASCII)
 
@@ -168,15 +168,17 @@ class MooncakeBlobStore:
 
     def _stamp_of(self, name: str) -> bytes:
         """Return the stamp of an existing object."""
-        code, stamp = self._retry(lambda: self._heads([name])[0])
+        code, stamp = self._head(name)
         if code != mooncake.OK:
             raise mooncake.failed(name, code)
-        return bytes(stamp)
+        return stamp
 
     def _blobs(self, names: Sequence[str]) -> Sequence[Blob]:
         """Return the objects that exist; one without a valid stamp with its name only."""
         blobs = []
-        for name, (code, head) in zip(names, self._heads(names), strict=True):
+        for name, found in zip(names, self._heads(names), strict=True):
+            # A lease that is too short for a page of heads may be long enough for one.
+            code, head = self._head(name) if found[0] == mooncake.EXPIRED else found
             if code in (mooncake.NOT_FOUND, mooncake.NOT_READY):
                 continue
             if code not in (mooncake.OK, mooncake.SHORT):
@@ -187,6 +189,11 @@ class MooncakeBlobStore:
             else:
                 blobs.append(Blob(name, stamp.num_bytes, stamp.unix_ns / 1e9))
         return blobs
+
+    def _head(self, name: str) -> tuple[int, bytes]:
+        """Return a code and the first STAMP_BYTES of an object, with retries."""
+        code, head = self._retry(lambda: self._heads([name])[0])
+        return code, bytes(head)
 
     def _heads(self, names: Sequence[str]) -> Sequence[tuple[int, bytes]]:
         """Return a code and the first STAMP_BYTES of each object."""

@@ -67,9 +67,14 @@ async def test_a_response_is_cancelled(api, opening):
         await client.responses.create(model=MODEL, input="?", previous_response_id=begun.id)
     assert refused.value.code == "response_without_answer"
     assert refused.value.param == "previous_response_id"
-    for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
-        with pytest.raises(openai.NotFoundError):
-            await getattr(api.client("globex").responses, call.__name__)(begun.id)
+    with pytest.raises(openai.NotFoundError, match="ended without any") as refused:
+        await client.responses.input_items.list(begun.id)
+    assert refused.value.code == "input_not_kept"
+    other = api.client("globex").responses
+    for call in (other.retrieve, other.cancel, other.delete, other.input_items.list):
+        with pytest.raises(openai.NotFoundError) as refused:
+            await call(begun.id)
+        assert refused.value.code == "response_not_found"
     await client.responses.delete(begun.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.cancel(begun.id)

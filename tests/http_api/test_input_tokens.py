@@ -54,9 +54,10 @@ async def test_an_input_of_a_conversation(api, opening):
 
 async def test_unknown_responses_and_conversations_are_refused(api, opening):
     async with api.client() as client:
-        for wrong in ({"previous_response_id": "resp_none"}, {"conversation": "conv_none"}):
-            with pytest.raises(openai.NotFoundError):
-                await count(client, input=opening, **wrong)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            await count(client, input=opening, previous_response_id="resp_none")
+        with pytest.raises(openai.NotFoundError):
+            await count(client, input=opening, conversation="conv_none")
         with pytest.raises(openai.BadRequestError, match="input is missing"):
             await count(client)
         with pytest.raises(openai.NotFoundError, match="model"):

@@ -121,8 +121,10 @@ async def test_a_stored_response_can_be_read(api, opening):
             with pytest.raises(openai.NotFoundError) as refused:
                 await who.responses.retrieve(name)
             assert refused.value.code == "response_not_found"
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError) as refused:
             await ask(other, "And then?", previous_response_id=made.id)
+        assert refused.value.code == "previous_response_not_found"
+        assert refused.value.param == "previous_response_id"
     assert (read.id, read.output_text, read.metadata) == (made.id, made.output_text, {"a": "b"})
     assert (read.usage, read.instructions) == (made.usage, "Be brief.")
 
@@ -140,7 +142,7 @@ async def test_a_response_is_deleted(api, opening):
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(first.id)
         await client.responses.delete(second.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
             await ask(client, "Really?", previous_response_id=second.id)
     assert await api.num_turns(session_id) == -1
 

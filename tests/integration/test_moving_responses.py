@@ -56,10 +56,11 @@ async def check_unknown(server, response_id, **options):
             responses.retrieve(response_id),
             responses.input_items.list(response_id),
             responses.delete(response_id),
-            responses.create(model=MODEL, input="Go on.", previous_response_id=response_id),
         ):
             with pytest.raises(openai.NotFoundError, match="there is no response"):
                 await asked
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            await responses.create(model=MODEL, input="Go on.", previous_response_id=response_id)
 
 
 @contextmanager

@@ -53,18 +53,21 @@ class PageCopy(NamedTuple):
     target: int
 
 
-class ReleaseTally:
-    """Counts the slots that would become free if some holdings were released.
+class SlotTally:
+    """Counts the slots that some holdings would give up together, until the account changes.
+
+    Args:
+        num_slots: number of slots without these holdings.
 
     Attributes:
-        num_slots: number of these slots.
+        num_slots: number of slots.
     """
 
-    def __init__(self) -> None:
-        self.num_slots = 0
+    def __init__(self, num_slots: int = 0) -> None:
+        self.num_slots = num_slots
 
     def add(self, holding: Holding) -> None:
-        """Count a holding among those that are released."""
+        """Count a holding among those that give up their slots."""
         self.num_slots += holding.num_slots
 
     def remove(self, holding: Holding) -> None:
@@ -126,14 +129,15 @@ class HeldSlots(Protocol):
     def num_shared(self, holding: Holding, first_token: int) -> int:
         """Return how many free slots `make_private` would take."""
 
-    def tally(self) -> ReleaseTally:
-        """Begin to count the slots that releasing some holdings would free, until a change."""
+    def tally_released(self) -> SlotTally:
+        """Begin to count the slots that releasing some holdings would free."""
 
-    def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
-        """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
+    def tally_evictable(self, kept: Holding | None) -> SlotTally:
+        """Begin to count the slots that would be evictable if some holdings were residents'.
+
+        Holdings that are added have one user each, which is going to end.
 
         Args:
-            spared: holdings with one user each, which is going to end.
             kept: a holding that will be in use then; None: there is none.
         """
 
@@ -207,19 +211,16 @@ class ContiguousSlots:
         """Return 0: these slots have no other holder."""
         return 0
 
-    def tally(self) -> ReleaseTally:
+    def tally_released(self) -> SlotTally:
         """Begin to count the slots that releasing some holdings would free."""
-        return ReleaseTally()
+        return SlotTally()
 
-    def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
-        """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
-
-        Args:
-            spared: holdings with one user each, which is going to end.
-            kept: a holding that will be in use then; None: there is none.
-        """
-        stays = 0 if kept is None or kept.num_users else kept.num_slots
-        return self.evictable_slots + sum(holding.num_slots for holding in spared) - stays
+    def tally_evictable(self, kept: Holding | None) -> SlotTally:
+        """Begin to count the slots that would be evictable; see `HeldSlots`."""
+        tally = SlotTally(self.evictable_slots)
+        if kept is not None and not kept.num_users:
+            tally.remove(kept)
+        return tally
 
     def check(self, holdings: Sequence[Holding]) -> None:
         """Raise AssertionError if these are not all holdings, or an invariant is broken."""

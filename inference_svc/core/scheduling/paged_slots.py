@@ -10,10 +10,10 @@ A holder that only keeps pages from being reused (a load) counts where there is 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from inference_svc.core.scheduling.held_slots import Holding, PageCopy, ReleaseTally
+from inference_svc.core.scheduling.held_slots import Holding, PageCopy, SlotTally
 from inference_svc.core.scheduling.page_groups import NO_PAGE, PLAIN, PageGroups
 from shared.types.units import ceil_div
 
@@ -189,37 +189,16 @@ class PagedSlots:
         self.trim(holding, 0)
         holding.num_users = 0
 
-    def tally(self) -> "PageTally":
+    def tally_released(self) -> "PageTally":
         """Begin to count the slots that releasing some holdings would free."""
-        return PageTally(self)
+        return PageTally(self, self._freed_of)
 
-    def freed_of(self, page: int, num_holders: int, num_counted: int) -> int:
-        """Return how often a page is counted less without so many of its holders.
-
-        Args:
-            page: the page.
-            num_holders: number of holders that leave.
-            num_counted: for how many of them the page is counted.
-        """
-        left = self._num_holders[page] - num_holders, self._num_counted[page] - num_counted
-        return self._times_held(page) - _counted(*left)
-
-    def evictable_after(self, spared: Sequence[Holding], kept: Holding | None) -> int:
-        """Return how many slots would be evictable if `spared` were residents, and `kept` stayed.
-
-        Args:
-            spared: holdings with one user each, which is going to end.
-            kept: a holding that will be in use then; None: there is none.
-        """
-        less, counted_less = self._tallies(spared)
-        stays = [kept] if kept is not None and not kept.num_users else []
-        more, counted_more = self._tallies(stays)
-        freed = 0
-        for page in less.keys() | more.keys():
-            users = self._num_users[page] - less[page] + more[page]
-            counted = self._num_counted_users[page] - counted_less[page] + counted_more[page]
-            freed += self._times_in_use(page) - _counted(users, counted)
-        return self.evictable_slots + freed * self.page_tokens
+    def tally_evictable(self, kept: Holding | None) -> "PageTally":
+        """Begin to count the slots that would be evictable; see `HeldSlots`."""
+        tally = PageTally(self, self._spared_of, self.evictable_slots)
+        if kept is not None and not kept.num_users:
+            tally.remove(kept)
+        return tally
 
     def check(self, holdings: Sequence[Holding]) -> None:
         """Raise AssertionError if these are not all holdings, or an invariant is broken."""
@@ -292,6 +271,16 @@ class PagedSlots:
         entries = [entry for holding in holdings for entry in self.entries(holding)]
         return Counter(page for page, _ in entries), Counter(page for page, own in entries if own)
 
+    def _freed_of(self, page: int, num_holders: int, num_counted: int) -> int:
+        """Return how often a page is held less without so many holders, counted and not."""
+        left = self._num_holders[page] - num_holders, self._num_counted[page] - num_counted
+        return self._times_held(page) - _counted(*left)
+
+    def _spared_of(self, page: int, num_users: int, num_counted: int) -> int:
+        """Return how often a page is in use less without so many users, counted and not."""
+        left = self._num_users[page] - num_users, self._num_counted_users[page] - num_counted
+        return self._times_in_use(page) - _counted(*left)
+
     def _times_held(self, page: int) -> int:
         return _counted(self._num_holders[page], self._num_counted[page])
 
@@ -332,17 +321,27 @@ class PagedSlots:
         self._num_in_use += self._times_in_use(page) - before
 
 
-class PageTally(ReleaseTally):
-    """Counts the slots of pages that have no holders besides those that are released."""
+class PageTally(SlotTally):
+    """Counts the slots of pages that only holdings which were added hold, or use.
 
-    def __init__(self, slots: PagedSlots) -> None:
-        super().__init__()
+    Args:
+        slots: the account of pages.
+        given_up: returns how often a page counts, given how many of its holders, or users, were
+            added, and for how many of these it is counted.
+        num_slots: number of slots without these holdings.
+    """
+
+    def __init__(
+        self, slots: PagedSlots, given_up: Callable[[int, int, int], int], num_slots: int = 0
+    ) -> None:
+        super().__init__(num_slots)
         self._slots = slots
-        self._num_holders: Counter[int] = Counter()  # that are released, by page
+        self._given_up = given_up
+        self._num_added: Counter[int] = Counter()  # by page
         self._num_counted: Counter[int] = Counter()
 
     def add(self, holding: Holding) -> None:
-        """Count a holding among those that are released."""
+        """Count a holding among those that give up their slots."""
         self._change(holding, 1)
 
     def remove(self, holding: Holding) -> None:
@@ -350,14 +349,14 @@ class PageTally(ReleaseTally):
         self._change(holding, -1)
 
     def _change(self, holding: Holding, sign: int) -> None:
-        slots, holders, counted = self._slots, self._num_holders, self._num_counted
-        num_freed = 0
-        for page, counts in slots.entries(holding):
-            num_freed -= slots.freed_of(page, holders[page], counted[page])
-            holders[page] += sign
+        given_up, added, counted = self._given_up, self._num_added, self._num_counted
+        num_pages = 0
+        for page, counts in self._slots.entries(holding):
+            num_pages -= given_up(page, added[page], counted[page])
+            added[page] += sign
             counted[page] += sign * counts
-            num_freed += slots.freed_of(page, holders[page], counted[page])
-        self.num_slots += num_freed * slots.page_tokens
+            num_pages += given_up(page, added[page], counted[page])
+        self.num_slots += num_pages * self._slots.page_tokens
 
 
 def _counted(num_holders: int, num_counted: int) -> int:

@@ -161,7 +161,7 @@ class Planner:
         if not slots.is_paged:
             return False
         wanted = slots.account.needed_for(request.capacity_tokens + 1) - slots.kv_slots(request)
-        if wanted > slots.room():
+        if wanted > slots.tally_room().num_slots:
             return False
         self._make_room(wanted, request, sketch)
         slots.reserve(request, wanted)
@@ -215,8 +215,8 @@ class Planner:
         """Return the best terms that need no preemption; None: there are none."""
         if not self._may_load():
             return None
-        terms = self._terms(head)
-        return next((t for t in terms if self._fits(t)), None)
+        room = self._slots.tally_room
+        return next((t for t in self._terms(head) if t.kv_slots <= room(t.source).num_slots), None)
 
     def _terms_by_preempting(self, head: Request, sketch: _Sketch) -> Terms | None:
         """Preempt as few requests of lower priority as make room for the head, if any do."""
@@ -230,19 +230,25 @@ class Planner:
 
     def _victims_for(self, head: Request, terms: Terms) -> list[Request]:
         """List the requests to preempt for these terms; empty if that makes not enough room."""
+        may_load, room = self._may_load(), self._slots.tally_room(terms.source)
+        chosen: list[Request] = []
+
+        def add(request: Request) -> None:
+            chosen.append(request)
+            room.add(self._slots.holding(request))
+
+        def remove(request: Request) -> None:
+            chosen.remove(request)
+            room.remove(self._slots.holding(request))
+
+        def is_enough() -> bool:
+            has_place = may_load or any(each.state is RequestState.READY for each in chosen)
+            return has_place and terms.kv_slots <= room.num_slots
+
         found = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         candidates = [request for request in found if request is not terms.source]
-        if not self._makes_room(terms, candidates):
-            return []
-        chosen: list[Request] = []
-        return choose_victims(
-            candidates, chosen.append, chosen.remove, lambda: self._makes_room(terms, chosen)
-        )
-
-    def _makes_room(self, terms: Terms, preempted: Sequence[Request]) -> bool:
-        """Return whether these terms then have room, and a place among the requests that load."""
-        has_place = any(request.state is RequestState.READY for request in preempted)
-        return (has_place or self._may_load()) and self._fits(terms, preempted)
+        victims = choose_victims(candidates, add, remove, is_enough)
+        return victims if is_enough() else []
 
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
@@ -281,11 +287,6 @@ class Planner:
             if not is_whole(num_tokens, resident.window_from, self._limits.attention_window):
                 return 0
         return num_tokens if 2 * num_tokens >= request.history_tokens else 0
-
-    def _fits(self, terms: Terms, preempted: Sequence[Request] = ()) -> bool:
-        """Return whether terms have room with residents evicted and `preempted` as residents."""
-        kept = terms.source if isinstance(terms.source, Resident) else None
-        return terms.kv_slots <= self._slots.room(preempted, kept)
 
     def _admit_with(self, request: Request, terms: Terms, sketch: _Sketch) -> None:
         """Admit the head of the queue on these terms, evicting residents if necessary."""

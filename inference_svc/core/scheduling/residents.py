@@ -223,7 +223,7 @@ class Residents:
             rank: returns a session's position in the queue; None: it does not wait.
             spared: a session whose resident is not chosen.
         """
-        tally = self._slots.tally()
+        tally = self._slots.tally_released()
         candidates = (resident for resident in self._evictable(rank) if resident.key != spared)
         chosen = choose_victims(
             candidates,

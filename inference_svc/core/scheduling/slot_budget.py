@@ -29,7 +29,7 @@ Invariant (`check`): requests, residents and loads together hold no more slots t
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from inference_svc.core.scheduling.held_slots import HeldSlots, Holding
+from inference_svc.core.scheduling.held_slots import HeldSlots, Holding, SlotTally
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
@@ -69,20 +69,25 @@ class SlotBudget:
         held = self.reserved_slots + self._residents.num_slots
         return held + self.account.free_slots - self.account.num_slots if self.is_paged else 0
 
-    def room(self, preempted: Sequence[Request] = (), kept: Resident | None = None) -> int:
-        """Return how many slots would be free if every resident that may be evicted were.
+    def tally_room(self, kept: Resident | Request | None = None) -> SlotTally:
+        """Begin to count the slots that would be free if every resident that may be evicted were.
+
+        The holdings of requests whose KV would be residents' then may be added.
 
         Args:
-            preempted: requests whose KV would be residents' then.
-            kept: a resident that has to stay; None: none has.
+            kept: the holder whose slots have to stay; None: none has.
         """
-        spared = [self._kvs[request.number] for request in preempted]
-        stays = None if kept is None else kept.holding
-        return self.account.free_slots + self.account.evictable_after(spared, stays)
+        tally = self.account.tally_evictable(None if kept is None else self.holding(kept))
+        tally.num_slots += self.account.free_slots
+        return tally
 
     def per_token(self, num_slots: int) -> int:
         """Return how many tokens, in all layers, `num_slots` slots hold."""
         return num_slots // self.account.num_groups
+
+    def holding(self, source: Resident | Request) -> Holding:
+        """Return the slots of a resident, or of a request that has KV."""
+        return source.holding if isinstance(source, Resident) else self._kvs[source.number]
 
     def kv_slots(self, request: Request) -> int:
         """Return the number of slots of a request's KV; 0 if it has none."""
@@ -169,7 +174,7 @@ class SlotBudget:
         """Give a request the pages of another sequence's first tokens, which fill whole pages."""
         assert self._pages is not None, "only pages are shared"
         assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
-        shared = self._pages.share(self._holding(source), num_tokens, request.window_from)
+        shared = self._pages.share(self.holding(source), num_tokens, request.window_from)
         self._kvs[request.number] = shared
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
@@ -211,9 +216,6 @@ class SlotBudget:
         finally:
             self._loads.remove(held)
             self._pages.release(held)
-
-    def _holding(self, source: Resident | Request) -> Holding:
-        return source.holding if isinstance(source, Resident) else self._kvs[source.number]
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

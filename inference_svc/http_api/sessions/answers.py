@@ -33,7 +33,7 @@ from inference_svc.core.turn_record import (
     Tokens,
     TurnEvent,
 )
-from inference_svc.http_api.errors import unknown_response
+from inference_svc.http_api.errors import unknown_previous
 from inference_svc.http_api.sessions.completion import Completion
 from inference_svc.http_api.sessions.http_turn import Caller, HttpTurn
 from inference_svc.http_api.sessions.lookup import Route
@@ -282,7 +282,7 @@ class Answers:
         """Find the session for a turn.
 
         Raises:
-            UnknownResponseError: the session of the previous response is gone.
+            UnknownPreviousError: the session of the previous response is gone.
             UnknownConversationError: the turn's conversation is gone.
             SessionBusyError: a turn is running in the session of the conversation.
         """
@@ -293,7 +293,7 @@ class Answers:
             return await self._router.find(caller, chain, turn)
         route = await self._router.find_after(caller, turn.previous.at, turn.previous.history)
         if route is None:
-            raise unknown_response(turn.info.previous_id if turn.info else "")
+            raise unknown_previous(turn.info.previous_id if turn.info else "")
         if turn.previous.info.conversation_id:  # only its own turns may extend its session
             return replace(route, may_append=False)
         return route

@@ -173,7 +173,7 @@ class Embedder:
         """Return an input's tokens; a text is encoded behind the model's prompt for embeddings."""
         if isinstance(item, TextInput):
             item = TextInput(prompt + item.text)
-            await self._prompts.check_beginning(item)
+            await self._prompts.check_length(item)
         token_ids = await self._prompts.encode_embedded(item)
         if not token_ids:
             raise EmptyTurnError(f"input {index} has no token", "leave it out")

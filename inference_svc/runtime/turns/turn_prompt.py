@@ -21,9 +21,10 @@ from inference_svc.core.turn_record import Discard
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.worker_thread import WorkerThread
 
-# Characters, per token of the window, of a text whose beginning is encoded before all of it. Tokens
-# of most texts have 2 to 5, so hardly any text that fits is encoded twice.
-PROBED_CHARACTERS = 8
+# Characters, per token of the window, of a text that is counted before it is encoded. Tokens of
+# most texts have 2 to 5, so hardly any text that fits is encoded twice.
+COUNTED_CHARACTERS = 8
+PIECE_CHARACTERS = 65536  # counted at once: a tenth of a second or two
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class PromptMaker:
             )
         self._check_vocabulary(submission.sampling)
         window = self._window(submission)
-        await self.check_beginning(submission.input)
+        await self.check_length(submission.input)
         turn_input, recorded = await self._settle_arguments(submission.input, began_with)
         input_ids = await self._encode(turn_input, context)
         ranges = window.at_start(context, len(input_ids))
@@ -189,35 +190,35 @@ class PromptMaker:
             else 0,
         )
 
-    async def check_beginning(self, turn_input: TurnInput) -> None:
-        """Check that the beginning of an input, if it is long, does not fill the window by itself.
+    async def check_length(self, turn_input: TurnInput) -> None:
+        """Check that an input, if it is long, does not fill the window by itself.
 
         Encoding takes a second for some hundred thousand characters, in which no other turn is
-        encoded. A text that is refused all the same shall not take as long as its client likes.
+        encoded. A text that is refused all the same shall not take as long as its client likes: it
+        is counted in pieces, between which others are encoded, until it is known to be too long.
 
         Raises:
-            InputTooLongError: the beginning alone has more tokens than the window.
+            InputTooLongError: its beginning alone has more tokens than the window.
         """
         if isinstance(turn_input, TokenInput) or not self._has_tokenizer:
             return
-        num_probed, texts = PROBED_CHARACTERS * self._limits.window_tokens, []
-        num_left = num_probed
-        for text in turn_input.whole_texts:
-            texts.append(text[:num_left])
-            num_left -= len(texts[-1])
-        if num_left:
+        window_tokens = self._limits.window_tokens
+        most, text = COUNTED_CHARACTERS * window_tokens, "\n".join(turn_input.whole_texts)
+        if len(text) <= most:
             return
         has_special = isinstance(turn_input, TextInput) and turn_input.has_special
-        num_tokens = await self._thread.run(
-            self.text.num_tokens, "\n".join(texts), has_special=has_special
-        )
-        # Less than all that was counted: the text's end, which is cut, may have other tokens.
-        if num_tokens > self._limits.window_tokens * 5 // 4:
-            raise InputTooLongError(
-                f"the first {num_probed} characters of the input alone are {num_tokens} tokens, "
-                f"more than the window of {self._limits.window_tokens}",
-                "send a shorter one",
+        size, num_tokens = min(PIECE_CHARACTERS, most), 0
+        for start in range(0, len(text), size):
+            num_tokens += await self._thread.run(
+                self.text.num_tokens, text[start : start + size], has_special=has_special
             )
+            # Less than all that was counted: the pieces' ends are cut, and may have other tokens.
+            if num_tokens > window_tokens * 5 // 4:
+                raise InputTooLongError(
+                    f"the first {min(start + size, len(text))} characters of the input alone are "
+                    f"{num_tokens} tokens, more than the window of {window_tokens}",
+                    "send a shorter one",
+                )
 
     async def encode(self, turn_input: TurnInput, behind: Transcript | None = None) -> list[int]:
         """Return the tokens of an input.
@@ -229,6 +230,7 @@ class PromptMaker:
         Raises:
             ReportedError: it cannot be encoded; see `make`.
         """
+        await self.check_length(turn_input)
         began_with = None if behind is None else behind.template_arguments
         settled, _ = await self._settle_arguments(turn_input, began_with)
         return await self._encode(settled, Context() if behind is None else behind.context)
@@ -351,8 +353,10 @@ class PromptMaker:
         """Return the tokens of a predicted answer, at most as many as an answer can have."""
         if not prediction or not self._has_tokenizer:
             return ()
-        predicted_ids = await self._thread.run(self.text.control.encode_plain, prediction)
-        return predicted_ids[: self._limits.window_tokens]
+        most = self._limits.window_tokens
+        beginning = prediction[: COUNTED_CHARACTERS * most]  # few answers are longer
+        predicted_ids = await self._thread.run(self.text.control.encode_plain, beginning)
+        return predicted_ids[:most]
 
     async def _system_tokens(self, turn_input: TurnInput, input_ids: Sequence[int]) -> int:
         """Count the tokens of the system message that an input begins with."""

@@ -126,6 +126,17 @@ def test_full_memory_keeps_important_objects(store: MooncakeBlobStore) -> None:
     store.delete(sorted(there))
 
 
+def test_a_read_that_outlasts_its_lease() -> None:
+    """It is repeated; of a page of many objects, each one that needs it."""
+    with mooncake_server(lease_ms=1) as slow:
+        store = open_store(slow.url)
+        names = [f"v1/{number:03}" for number in range(1000)]
+        for name in names:
+            store.put(name, b"x")
+        blobs = [blob for page in store.list("v1/") for blob in page]
+    assert sorted((blob.name, blob.num_bytes) for blob in blobs) == [(name, 1) for name in names]
+
+
 def test_an_object_larger_than_the_buffer_is_refused(store: MooncakeBlobStore) -> None:
     """The error names the buffer, and the store continues."""
     with pytest.raises(StoreFailedError, match="the buffer of this process is full"):

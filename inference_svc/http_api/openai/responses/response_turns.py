@@ -1,6 +1,8 @@
 """Turns of responses: the turn that a request asks for, and the turns of stored responses."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,8 +15,10 @@ from inference_svc.http_api.api import Api
 from inference_svc.http_api.bodies.conversation import with_names
 from inference_svc.http_api.errors import (
     RequestError,
+    UnknownResponseError,
     unanswered_response,
     unfinished_response,
+    unknown_previous,
     unknown_response,
 )
 from inference_svc.http_api.openai.responses.input_items import objects_of
@@ -36,13 +40,27 @@ async def response_turn(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTur
     """Return the turn of a request that names no conversation, and its response's members.
 
     Raises:
-        UnknownResponseError: the tenant does not have the response that it follows.
+        UnknownPreviousError: the tenant does not have the response that it follows.
         RequestError: its instructions differ from those of that response.
     """
     body = turn_request.body
     if body.previous_response_id:
-        return await _turn_after(api, turn_request)
+        with following(body.previous_response_id):
+            return await _turn_after(api, turn_request)
     return make_turn(api, turn_request, body.conversation, body.instructions)
+
+
+@contextmanager
+def following(response_id: str) -> Iterator[None]:
+    """Refuse a request if the response that it follows turns out to be unknown.
+
+    Raises:
+        UnknownPreviousError: it is.
+    """
+    try:
+        yield
+    except UnknownResponseError as error:
+        raise unknown_previous(response_id) from error
 
 
 async def _turn_after(api: Api, turn_request: TurnRequest[B]) -> tuple[HttpTurn, ResponseInfo]:

@@ -23,6 +23,7 @@ from inference_svc.http_api.openai.responses.response_body import ResponseBody
 from inference_svc.http_api.openai.responses.response_objects import ResponseObjects
 from inference_svc.http_api.openai.responses.response_turns import (
     find_stored,
+    following,
     make_turn,
     response_turn,
     session_up_to,
@@ -171,11 +172,13 @@ async def _read_input(
     """Return the new messages of a response, and the transcript that it follows (None: none).
 
     Raises:
-        NotFoundError: the tenant has no such response or conversation.
+        UnknownPreviousError: the tenant has no such response.
+        UnknownConversationError: the tenant has no such conversation.
     """
     if body.previous_response_id:
-        stored = await find_stored(api, caller, body.previous_response_id, is_followed=True)
-        history = await session_up_to(api, caller, body.previous_response_id, stored)
+        with following(body.previous_response_id):
+            stored = await find_stored(api, caller, body.previous_response_id, is_followed=True)
+            history = await session_up_to(api, caller, body.previous_response_id, stored)
         return body.new_messages, history
     if not body.conversation_id:
         return body.conversation, None

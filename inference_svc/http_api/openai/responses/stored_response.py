@@ -80,7 +80,15 @@ async def list_input_items(api: Api, request: web.Request) -> web.Response:
     """Show a page of a stored response's input items."""
     caller, response_id = caller_of(request), request.match_info["id"]
     page = read_page(request)
-    stored = await find_stored(api, caller, response_id)
+    try:
+        stored = await find_stored(api, caller, response_id)
+    except UnknownResponseError as error:
+        if await api.store.find_unanswered(caller.tenant, response_id) is None:
+            raise
+        raise InputNotKeptError(
+            "the input of a response is stored with its answer, and this one ended without any",
+            "keep the input yourself",
+        ) from error
     await recorded_turn(api, caller, response_id, stored)
     items = await api.store.find_input(caller.tenant, response_id)
     if items is None:

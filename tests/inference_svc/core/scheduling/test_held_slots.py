@@ -11,8 +11,16 @@ from tests.sampled import examples
 
 def freed_by(slots, holdings):
     """How many slots would become free if all of these were released."""
-    tally = slots.tally()
+    tally = slots.tally_released()
     for holding in holdings:
+        tally.add(holding)
+    return tally.num_slots
+
+
+def evictable_after(slots, spared, kept):
+    """How many slots would be evictable if `spared` were residents, and `kept` stayed."""
+    tally = slots.tally_evictable(kept)
+    for holding in spared:
         tally.add(holding)
     return tally.num_slots
 
@@ -24,13 +32,13 @@ def test_unneeded_slots_may_be_evicted(slots):
     assert (slots.free_slots, slots.evictable_slots) == (20, 0)
     slots.remove_user(one)
     assert slots.evictable_slots == 12
-    assert slots.evictable_after([other], None) == 20
-    assert slots.evictable_after([other], one) == 8
+    assert evictable_after(slots, [other], None) == 20
+    assert evictable_after(slots, [other], one) == 8
     slots.add_user(one)
     slots.add_user(one)
     slots.remove_user(one)
     assert slots.evictable_slots == 0, "another needs it still"
-    assert slots.evictable_after([], one) == 0
+    assert evictable_after(slots, [], one) == 0
     assert freed_by(slots, [one, other]) == 20
     slots.check([one, other])
     slots.release(one)
@@ -92,7 +100,7 @@ def test_shared_pages_are_counted_once():
     assert other.pages[:3] == one.pages[:3]
     assert (slots.free_slots, one.num_slots, other.num_slots) == (12, 20, 20)
     assert (freed_by(slots, [one]), freed_by(slots, [one, other])) == (8, 28)
-    tally = slots.tally()
+    tally = slots.tally_released()
     for holding, expected in ((one, 8), (other, 28)):
         tally.add(holding)
         assert tally.num_slots == expected
@@ -100,8 +108,8 @@ def test_shared_pages_are_counted_once():
     assert tally.num_slots == freed_by(slots, [other])
     slots.remove_user(one)
     assert slots.evictable_slots == 8, "the other needs three of its pages"
-    assert slots.evictable_after([other], None) == 28
-    assert slots.evictable_after([other], one) == 8
+    assert evictable_after(slots, [other], None) == 28
+    assert evictable_after(slots, [other], one) == 8
     slots.check([one, other])
     slots.release(one)
     assert slots.free_slots == 20
@@ -149,7 +157,7 @@ ACTS = st.lists(
 @given(acts=ACTS, page_tokens=st.integers(1, 5))
 @settings(max_examples=examples(200), deadline=None)
 def test_any_order_of_events_keeps_the_accounts(acts, page_tokens):
-    """Free, needed and evictable slots follow from the holdings."""
+    """Free, needed and evictable slots follow from the holdings, also those that are foretold."""
     slots, holdings = PagedSlots(12, page_tokens), []
     for act, chosen, num_tokens in acts:
         if act == "take":
@@ -159,6 +167,14 @@ def test_any_order_of_events_keeps_the_accounts(acts, page_tokens):
             holding = holdings[chosen % len(holdings)]
             do(act, slots, holdings, holding, num_tokens)
         slots.check(holdings)
+    spared = [holding for holding in holdings if holding.num_users == 1]
+    kept = next((holding for holding in holdings if not holding.num_users), None)
+    expected = evictable_after(slots, spared, kept)
+    for holding in spared:
+        slots.remove_user(holding)
+    if kept is not None:
+        slots.add_user(kept)
+    assert slots.evictable_slots == expected
 
 
 def do(act, slots, holdings, holding, num_tokens):

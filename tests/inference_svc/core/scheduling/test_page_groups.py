@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.core.scheduling.page_groups import PLAIN, PageGroups, page_groups
 from inference_svc.core.scheduling.paged_slots import PagedSlots
-from tests.inference_svc.core.scheduling.test_held_slots import freed_by
+from tests.inference_svc.core.scheduling.test_held_slots import evictable_after, freed_by
 
 GROUPS = PageGroups(num_full=1, num_windowed=2, window_pages=3)
 
@@ -95,9 +95,9 @@ def test_sharing_saves_pages_without_a_window_only():
     assert freed_by(slots, [one]) == freed_by(slots, [other]) == 24
     assert freed_by(slots, [one, other]) == 72
     slots.remove_user(one)
-    assert slots.evictable_slots == slots.evictable_after([], None) == 24
-    assert slots.evictable_after([other], None) == 72
-    assert slots.evictable_after([other], one) == 24
+    assert slots.evictable_slots == evictable_after(slots, [], None) == 24
+    assert evictable_after(slots, [other], None) == 72
+    assert evictable_after(slots, [other], one) == 24
     slots.check([one, other])
 
 

@@ -144,18 +144,22 @@ async def test_a_turn_that_cannot_fit_is_refused(prompts):
 )
 async def test_of_a_text_that_is_far_too_long_the_beginning_is_encoded(prompts, given):
     """And nothing else: all other turns would wait for it to be refused."""
-    with pytest.raises(InputTooLongError) as refused:
+    said = f"the first {8 * WINDOW_TOKENS} characters of the input"
+    with pytest.raises(InputTooLongError, match=said):
         await prompts.make(submission(given), Context())
-    assert str(refused.value).startswith(f"the first {8 * WINDOW_TOKENS} characters of the input")
+    with pytest.raises(InputTooLongError, match=said):  # where clients only count, too
+        await prompts.encode(given)
 
 
 async def test_a_long_text_of_few_tokens_is_read(prompts, tokenizer):
-    """However many characters they have."""
+    """However many characters they have; what follows is counted on, piece by piece."""
     word = max((tokenizer.decode([one]) for one in range(2, len(tokenizer))), key=len)
     text = word * (8 * WINDOW_TOKENS // len(word) + 1)
     assert len(text) > 8 * WINDOW_TOKENS
     made = await prompts.make(submission(TextInput(text)), Context())
     assert len(made.input_ids) < WINDOW_TOKENS
+    with pytest.raises(InputTooLongError, match=f"the first {16 * WINDOW_TOKENS} characters"):
+        await prompts.encode(TextInput(text + "a block " * 10_000))
 
 
 async def test_a_long_answer_is_read_by_the_template(prompts):
