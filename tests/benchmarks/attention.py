@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.attention [--new 256] [--dtype bfloat16]
 
-Without `--new` these are decode steps, else steps of prompts with so many new tokens. Every step attends once over a layer's KV of each sequence; layers differ, so that KV comes from
-memory. All three take turns in a round. Shown are the medians of microseconds of a layer, CPU time
-of the thread that computes, and the medians of the rounds' ratios.
+Without `--new` these are decode steps, else steps of prompts with so many new tokens. Every step
+attends once over a layer's KV of each sequence; layers differ, so that KV comes from memory. All
+three take turns in a round. Shown are the medians of microseconds of a layer, CPU time of the
+thread that computes, and the medians of the rounds' ratios.
 """
 
 import argparse
@@ -49,14 +50,8 @@ def main():
     for name, sizes in MODELS.items():
         for batch in BATCHES:
             for length in LENGTHS:
-                num_new = min(asked.new, length)
-                found = measure(
-                    sizes,
-                    (batch, length, num_new),
-                    getattr(torch, asked.dtype),
-                    kernel,
-                    asked.rounds,
-                )
+                tokens = (batch, length, min(asked.new, length))
+                found = measure(sizes, tokens, getattr(torch, asked.dtype), kernel, asked.rounds)
                 figures = [
                     f"{statistics.median(found[way]):.0f} µs" for way in ("torch", "kernel", "read")
                 ]

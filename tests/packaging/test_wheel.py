@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.runtime.cpu.native_library import HEADERS, KERNELS
 from shared.children.child_process import wait_serving
 from shared.version import __version__
 
@@ -64,9 +65,9 @@ def test_commands_without_a_daemon(programs):
 
 
 def test_it_has_what_is_compiled_at_start(programs):
-    """The source of the attention kernel for CPUs, which is no Python."""
-    (source,) = programs.parent.rglob("inference_svc/runtime/cpu/decode_attention.cpp")
-    assert "attend_decode" in source.read_text()
+    """The sources of kernels for CPUs, which are no Python."""
+    (directory,) = programs.parent.rglob("inference_svc/runtime/cpu")
+    assert {*KERNELS, *HEADERS} <= {path.name for path in directory.iterdir()}
 
 
 async def test_a_daemon_starts_and_answers(programs, tmp_path):

@@ -3,8 +3,8 @@
     torch   torch's functions for the device, one call per sequence; supports every call
     triton  one call over the pages of all sequences; needs Triton, KV on pages, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
-    cpp     sequences with one new token in one call of a kernel for CPUs, the others by torch;
-            needs g++
+    cpp     all sequences of a step in one call of a kernel for CPUs, those with one new token in
+            another one; needs g++
 
 Before the triton kernel serves, it is run over the model's own layers: chunks, a history of several
 splits, single tokens of several sequences. If its logits differ from those of `torch`, or it fails,
