@@ -35,7 +35,6 @@ class ProductKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the library's functions."""
-        self._library = library
         size, address = ctypes.c_int64, ctypes.c_void_p
         library.panel_columns.restype = library.panel_depth.restype = size
         self._panel: int = library.panel_columns()

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+from inference_svc.runtime.cpu.native_library import load_library
 from inference_svc.runtime.cpu.product_kernel import ProductKernel
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def test_a_wrong_kernel_is_found(factor):
         def multiply(self, *args):
             return super().multiply(*args) * factor
 
-    wrong = Wrong(ProductKernel.load()._library)
+    wrong = Wrong(load_library())
     assert "off torch's product" in wrong.why_unusable(CPU, torch.float32)
 
 
