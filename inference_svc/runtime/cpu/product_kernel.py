@@ -97,6 +97,12 @@ class ProductKernel:
             return products
         rows = states.reshape(-1, states.shape[-1])
         missing = packed.shape[1] * packed.shape[3] - rows.shape[1]
+        # The kernel would read behind the end of memory where torch's product raises.
+        if states.dtype != packed.dtype or not 0 <= missing < packed.shape[3]:
+            raise RuntimeError(
+                f"states of {states.dtype}, {list(states.shape)}, do not fit weights of "
+                f"{packed.dtype} with {packed.shape[1] * packed.shape[3]} inputs"
+            )
         if missing:
             rows = pad(rows, (0, missing))
         elif rows.stride(1) != 1:

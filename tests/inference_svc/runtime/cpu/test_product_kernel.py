@@ -111,6 +111,14 @@ def test_unpacked_weights_are_the_same(kernel, dtype, outputs, inputs):
     assert torch.equal(kernel.unpack(kernel.pack(weight), outputs, inputs), weight)
 
 
+def test_states_that_do_not_fit_are_refused(kernel):
+    """As by torch's product; the kernel itself would read other memory."""
+    packed = kernel.pack(make_layer(40, 64)[0])
+    for states in (torch.zeros(2, 63), torch.zeros(2, 65), torch.zeros(2, 64).bfloat16()):
+        with pytest.raises(RuntimeError, match=r"do not fit weights of .* 64 inputs"):
+            kernel.multiply(states, packed, None, 40)
+
+
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_a_wrong_kernel_is_found(factor):
     """A deviation of a thousandth is enough, and so is NaN."""
