@@ -65,9 +65,9 @@ class ProductKernel:
             return f"the kernel does not take {str(dtype).removeprefix('torch.')} here"
         return _why_wrong(self, dtype)
 
-    def least_weights(self, _dtype: torch.dtype) -> int:
+    def least_weights(self, dtype: torch.dtype) -> int | None:
         """See `Packing`."""
-        return MIN_WEIGHTS
+        return MIN_WEIGHTS if self._depths.get(dtype) else None
 
     def few_rows(self, _dtype: torch.dtype) -> int:
         """See `Packing`."""

@@ -128,8 +128,7 @@ def packing_of(model: nn.Module) -> str:
 
 
 def _is_worth_it(part: nn.Module, packing: Packing) -> TypeGuard[nn.Linear]:
-    return (
-        type(part) is nn.Linear
-        and part.weight.numel() >= packing.least_weights(part.weight.dtype)
-        and not (part._forward_hooks or part._forward_pre_hooks)  # noqa: SLF001
-    )
+    if type(part) is not nn.Linear or part._forward_hooks or part._forward_pre_hooks:  # noqa: SLF001
+        return False
+    least = packing.least_weights(part.weight.dtype)
+    return least is not None and part.weight.numel() >= least

@@ -33,8 +33,8 @@ class Packing(Protocol):
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str:
         """Return why the kernel cannot serve a model on this device, of this dtype; "": it can."""
 
-    def least_weights(self, dtype: torch.dtype) -> int:
-        """Return the least number of weights of a layer that is packed."""
+    def least_weights(self, dtype: torch.dtype) -> int | None:
+        """Return the least number of weights of a layer that is packed; None: no such layer is."""
 
     def few_rows(self, dtype: torch.dtype) -> int:
         """Return the most rows that `linear` multiplies faster, with stored weights; 0: none."""
@@ -75,9 +75,11 @@ class OneDnnPacking:
             return f"torch has no packed product of {str(dtype).removeprefix('torch.')} here"
         return ""
 
-    def least_weights(self, dtype: torch.dtype) -> int:
+    def least_weights(self, dtype: torch.dtype) -> int | None:
         """See `Packing`."""
-        return MIN_WEIGHTS_ONEDNN_FLOAT32 if dtype == torch.float32 else MIN_WEIGHTS
+        if dtype == torch.float32:
+            return MIN_WEIGHTS_ONEDNN_FLOAT32
+        return MIN_WEIGHTS if dtype in (torch.bfloat16, torch.float16) else None
 
     def few_rows(self, dtype: torch.dtype) -> int:
         """See `Packing`."""

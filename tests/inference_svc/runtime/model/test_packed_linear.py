@@ -181,6 +181,14 @@ def test_weights_are_freed_before_the_next_layer_is_packed(model, monkeypatch, p
     assert alive == [2, 1]
 
 
+def test_layers_of_other_dtypes_are_left_as_they_are(model, packing):
+    """As a router in another precision than the rest of its model."""
+    model.head = nn.Linear(WIDTH, WIDE, dtype=torch.float64)
+    pack_weights(model, packing)
+    assert type(model.head) is nn.Linear
+    assert type(model.again) is PackedLinear
+
+
 def test_a_layer_with_hooks_is_not_packed(model, packing):
     model.head.register_forward_hook(lambda *_: None)
     pack_weights(model, packing)
