@@ -7,7 +7,7 @@ torch.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -37,10 +37,10 @@ class AttentionKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the library's functions."""
         size, address, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-        self._attend = library.attend_decode
-        self._attend.restype = None
-        self._attend.argtypes = [address, size, size, size, size, size, number, number]
-        self._attend.argtypes += [address, address, address, address, ctypes.c_int, ctypes.c_int]
+        self._decode = library.attend_decode
+        self._decode.restype = None
+        self._decode.argtypes = [address, size, size, size, size, size, number, number]
+        self._decode.argtypes += [address, address, address, address, ctypes.c_int, ctypes.c_int]
         self._scratch_size = library.scratch_size
         self._scratch_size.restype = size
         self._scratch_size.argtypes = [address, size, size, size, size]
@@ -87,28 +87,10 @@ class AttentionKernel:
         Returns:
             [parts, heads, value_dim]
         """
-        num_parts, heads, dim = query.shape
-        group, address = heads // kv_heads, parts.ctypes.data
-        sinks = _sinks(options)
-        scratch = torch.empty(self._scratch_size(address, num_parts, kv_heads, group, value_dim))
-        out = query.new_empty(num_parts, heads, value_dim)
-        self._attend(
-            address,
-            num_parts,
-            kv_heads,
-            group,
-            dim,
-            value_dim,
-            dim**-0.5 if options.scale is None else options.scale,
-            options.softcap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
-            query.data_ptr(),
-            scratch.data_ptr(),
-            out.data_ptr(),
-            int(query.dtype == torch.bfloat16),
-            torch.get_num_threads(),
-        )
-        return out
+        group = query.shape[1] // kv_heads
+        address = parts.ctypes.data
+        scratch = torch.empty(self._scratch_size(address, len(parts), kv_heads, group, value_dim))
+        return _run(self._decode, query, parts, (kv_heads, value_dim), options, scratch)
 
     def prefill(
         self,
@@ -130,30 +112,39 @@ class AttentionKernel:
         Returns:
             [tokens, heads, value_dim]
         """
-        num_tokens, heads, dim = query.shape
-        out = query.new_empty(num_tokens, heads, value_dim)
-        sinks = _sinks(options)
-        self._prefill(
-            parts.ctypes.data,
-            len(parts),
-            kv_heads,
-            heads // kv_heads,
-            dim,
-            value_dim,
-            dim**-0.5 if options.scale is None else options.scale,
-            options.softcap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
-            query.data_ptr(),
-            out.data_ptr(),
-            int(query.dtype == torch.bfloat16),
-            torch.get_num_threads(),
-        )
-        return out
+        return _run(self._prefill, query, parts, (kv_heads, value_dim), options)
 
 
-def _sinks(options: AttentionOptions) -> Tensor | None:
-    """Return the sinks, [heads] float32; None: there are none."""
-    return None if options.sinks is None else options.sinks.float().contiguous()
+def _run(
+    function: Callable[..., None],
+    query: Tensor,
+    parts: Addresses,
+    sizes: tuple[int, int],
+    options: AttentionOptions,
+    *scratch: Tensor,
+) -> Tensor:
+    """Call one of the library's functions; sizes: number of key heads, elements of a value."""
+    num_rows, heads, dim = query.shape
+    kv_heads, value_dim = sizes
+    out = query.new_empty(num_rows, heads, value_dim)
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    function(
+        parts.ctypes.data,
+        len(parts),
+        kv_heads,
+        heads // kv_heads,
+        dim,
+        value_dim,
+        dim**-0.5 if options.scale is None else options.scale,
+        options.softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+        query.data_ptr(),
+        *(memory.data_ptr() for memory in scratch),
+        out.data_ptr(),
+        int(query.dtype == torch.bfloat16),
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
