@@ -5,11 +5,11 @@ from pathlib import Path
 
 from kvd.config import Settings
 from kvd.tiers.arena import dram_bytes
+from kvd.tiers.space_budget import UNBOUNDED
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 
 AUTO_FRACTION = 0.25  # share of the state directory's free space, for the SSD tier
-UNBOUNDED = 1 << 60  # bytes: more than any disk has
 
 log = get_logger(__name__)
 

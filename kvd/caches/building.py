@@ -77,12 +77,14 @@ class CacheBuilder:
         Args:
             layout: layout of the blocks.
             volume: its open volume.
-            num_extents: number of extents to which the volume may grow.
+            num_extents: number of extents to which the volume may grow. If more are stored, the
+                cache begins with those; `Cache.measure_space` then says which of them stay.
             num_slots: slots of the arena that the caller passes to restore(); 0: there is none.
         """
+        num_stored = volume.files.num_extents() if num_extents else 0
         engine = CacheEngine(
             layout,
-            self.limits(num_slots, num_extents),
+            self.limits(num_slots, max(num_extents, num_stored)),
             lambda tenant: self._secrets.salt_of(tenant, self.settings.limits.max_tenants),
             POLICIES[self.settings.eviction.policy],
         )
@@ -111,10 +113,6 @@ class CacheBuilder:
         orphans = self._engines.watch_orphans(cache, adoption.writing) if adoption else ()
         with memory.gc_paused():
             cache.restore(opened.rows, adopted, orphans)
-        try:
-            cache.volume.files.shrink(cache.max_extents)
-        except OSError as error:  # the surplus space stays allocated until the next start
-            log.warning("segments_not_shrunk", layout=cache.layout.fingerprint, error=str(error))
 
     def limits(self, num_slots: int = 0, num_extents: int = 0) -> Limits:
         """Return a cache engine's limits: the sizes of its tiers, and those of the settings."""

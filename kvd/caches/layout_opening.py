@@ -24,7 +24,8 @@ from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults
 from kvd.tiers.manifest import SET_ASIDE, LayoutRow, Manifest
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles
+from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
 from shared.kvd_client.messages import layout_message, layout_of
@@ -134,7 +135,8 @@ class LayoutOpener:
             raise ValueError("its row in the index is damaged")
         volume = self._make_volume(layout, row)
         must_exist = self._manifest.has_blocks(row.fingerprint) and not accept_loss
-        volume_id = volume.files.open(row.volume_id, holds_rows=must_exist)
+        most_bytes = self.budgets.ssd_bytes_of(layout)
+        volume_id = volume.files.open(row.volume_id, holds_rows=must_exist, most_bytes=most_bytes)
         try:
             if unavailable.num_attempts:  # the disk may be mounted only now: measure it again
                 self._space.total_bytes = self.budgets.measure()
@@ -198,7 +200,9 @@ class LayoutOpener:
     ) -> IndexEntries:
         """Read the entries of a layout, and check that their extents exist.
 
-        Entries beyond the volume's capacity are not checked: they are dropped later in any case.
+        Of entries behind the end that the settings give the volume, those are kept whose extents
+        exist. The others lose their extent: an earlier release cut the files before it had removed
+        such entries, and may have been killed in between.
 
         Args:
             volume: the layout's volume.
@@ -210,7 +214,12 @@ class LayoutOpener:
         """
         rows = self._manifest.rows(layout)
         extents, block_tokens = np.asarray(rows.extents), np.asarray(rows.block_tokens)
-        missing = volume.find_missing(extents, self.num_extents(volume.shape))
+        missing = volume.find_missing(extents)
+        end = self.num_extents(volume.shape) * volume.shape.sectors_per_extent
+        if (missing & (extents >= end)).any():
+            extents = np.where(missing & (extents >= end), -1, extents)
+            missing &= extents >= 0
+            rows.extents = extents  # type: ignore[assignment]
         num_lost = int(missing.sum())
         if not num_lost:
             return rows

@@ -11,8 +11,9 @@ Completions come back as calls of the part that asked for the effect.
     an operator                  sessions, inspection, scrubs, erasing, session_files, growing,
                                  wanting
     the performer, when done     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
-                                 writes (WriteBlock, DropBlock), compactions (CompactTokens,
-                                 CommitIndex), erasing (WipeSlots)
+                                 writes (WriteBlock, DropBlock), relocations (RelocateBlock,
+                                 ReplaceBlock), compactions (CompactTokens, CommitIndex), erasing
+                                 (WipeSlots)
 
 Invariants (checking.py holds them as code):
 1. a load is answered with the KV of exactly the tokens asked for, or of fewer, never other bytes;
@@ -36,6 +37,7 @@ from kvd.core.io.announcing import Announcer
 from kvd.core.io.placement import Placement
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.io.reading import Reader
+from kvd.core.io.relocating import Relocator
 from kvd.core.io.verifying import Hasher, Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations import checking
@@ -87,7 +89,8 @@ class CacheEngine:
         session_files: sessions that are exported to files, or imported.
         growing: sessions whose import has come in part.
         index_line: actions of the index that were not drained yet.
-        arrivals, hashes, writes, compactions: parts to which the performer reports completions.
+        arrivals, hashes, writes, relocations, compactions: parts to which the performer reports
+            completions.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class CacheEngine:
         )
         self.hashes = hasher
         self.writes = writer
+        self.relocations = Relocator(state, writer)
         self.compactions = compactor
 
     # ---------------------------------------------------------------------------------------- time
@@ -155,6 +159,8 @@ class CacheEngine:
         self.writes.write_back()
         self._verifier.issue()
         self.compactions.look()
+        self.relocations.look()
+        self.relocations.resume()
         self.wanting.end_due()
         self._announcer.look()
 
@@ -169,6 +175,7 @@ class CacheEngine:
             self._verifier.retry_at_ns(),
             self._prefetcher.next_deadline_ns(),
             self.compactions.resting.next_deadline_ns(),
+            self.relocations.next_deadline_ns(),
             self.wanting.next_deadline_ns(),
             self._announcer.next_deadline_ns(),
         ):
@@ -189,6 +196,7 @@ class CacheEngine:
         self._prefetcher.resume()
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
+        self.relocations.resume()
         state.tails.pack_idle()
         if state.slots.num_unwiped:
             self.erasing.resume()
@@ -254,6 +262,19 @@ class CacheEngine:
         self._reconfigurer.change(limits)
         self._prefetcher.reschedule()
 
+    def set_ssd_capacity(self, num_extents: int) -> int | None:
+        """Set the size of the SSD tier. If more is used, evict in the policy's order.
+
+        Blocks behind the new end that stay are moved before it, step by step.
+
+        Returns:
+            To how many whole extents the files may be cut now, if that is more than `num_extents`;
+            None: they may not be cut.
+        """
+        self.writes.set_capacity(num_extents)
+        self.relocations.look()
+        return self.relocations.end()
+
     def write_dirty(self) -> None:
         """Write every dirty block now, or as soon as possible, whatever the policy; O(blocks).
 
@@ -261,6 +282,7 @@ class CacheEngine:
         """
         self._prefetcher.stop(for_good=True)
         self.compactions.stop(for_good=True)
+        self.relocations.stop()
         self.writes.write_all()
 
     def check(self) -> None:

@@ -109,6 +109,12 @@ METRICS = MetricTable(
             "tier",
         ),
         _gauge(
+            "kvd_tier_surplus_bytes",
+            "Bytes of a tier behind its end, after it was made smaller: their blocks are being "
+            "moved before it, then the space is given back",
+            "tier",
+        ),
+        _gauge(
             "kvd_tier_degraded",
             "1 while writes to a tier are suspended because its device is full or fails",
             "tier",
@@ -126,9 +132,14 @@ METRICS = MetricTable(
         ),
         _counter(
             "kvd_moved_bytes_total",
-            "Bytes moved: loaded from DRAM and stored in it by engines, read from SSD and written",
+            "Bytes moved: loaded from DRAM and stored in it by engines, read from SSD and written, "
+            "copied within it (relocate) after it was made smaller",
             "move",
-            counted={"read": "ssd_read_bytes", "write": "ssd_written_bytes"},
+            counted={
+                "read": "ssd_read_bytes",
+                "write": "ssd_written_bytes",
+                "relocate": "relocated_bytes",
+            },
         ),
         _histogram(
             "kvd_read_seconds",

@@ -119,6 +119,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
         scrape.put("kvd_tier_used_bytes", tier.used_bytes, layout, name)
         scrape.put("kvd_tier_blocks", tier.num_blocks, layout, name)
         scrape.put("kvd_tier_physical_bytes", physical_bytes[name], layout, name)
+        scrape.put("kvd_tier_surplus_bytes", tier.surplus_bytes, layout, name)
         scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
     scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
     num_rows, num_uses = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))

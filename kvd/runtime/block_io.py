@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent, WriteBlock
+from kvd.core.records.actions import (
+    IoOutcome,
+    ReadBlock,
+    RelocateBlock,
+    VerifyExtent,
+    WriteBlock,
+)
 from kvd.core.records.entries import StoredBlock
 from kvd.runtime.completions import (
     AHEAD,
@@ -238,7 +244,7 @@ def _ignore_progress(_num_layers: int) -> None:
 
 
 class BlockWriter:
-    """The writes of one layout, and the thread that syncs them.
+    """The writes of one layout, copies of extents among them, and the thread that syncs them.
 
     Args:
         pool: pool that runs the writes.
@@ -267,7 +273,7 @@ class BlockWriter:
         self._memory_of = memory_of
         self._histograms = histograms
         self._report = report
-        self._began_s: dict[int, float] = {}  # operation → time
+        self._began_s: dict[int, float] = {}  # operation → time; of writes, not of copies
         self._waiting: deque[WriteBlock] = deque()
         self._lock = threading.Lock()  # one thread at a time takes a run of waiting writes
         self.syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
@@ -283,6 +289,23 @@ class BlockWriter:
         # exceed the budget by MAX_RUN_BYTES per thread at most, and a job that finds no block left
         # costs nothing.
         self._pool.submit(Priority.WRITE, num_bytes, self._job)
+
+    def relocate(self, action: RelocateBlock) -> None:
+        """Begin to copy an extent; returns at once."""
+        num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
+        self._pool.submit(Priority.BACKGROUND, num_bytes, partial(self._copy, action))
+
+    def _copy(self, action: RelocateBlock, staging: Staging) -> None:
+        written = run_guarded(
+            "copy_failed_unexpectedly",
+            lambda: self._volume.copy(action.source, action.extent, action.num_tokens, staging),
+            Written(IoOutcome.TRANSIENT, 0, 0),
+            extent=action.extent,
+        )
+        if written.outcome is IoOutcome.OK:
+            self.syncer.put((action.op_id, written))
+        else:
+            self._report_ended([(action.op_id, written.outcome)])
 
     def _job(self, staging: Staging) -> None:
         """Write the block that has waited longest, and those that follow it on SSD."""
@@ -335,7 +358,11 @@ class BlockWriter:
         def complete(engine: "CacheEngine") -> None:
             now_s = time.monotonic()
             for op_id, outcome in outcomes:
-                self._histograms.write_s.observe(now_s - self._began_s.pop(op_id))
-                engine.writes.write_done(op_id, outcome)
+                began_s = self._began_s.pop(op_id, None)
+                if began_s is None:
+                    engine.relocations.relocate_done(op_id, outcome)
+                else:
+                    self._histograms.write_s.observe(now_s - began_s)
+                    engine.writes.write_done(op_id, outcome)
 
         self._report(EndedOperations(complete, num_ops=len(outcomes)))

@@ -29,6 +29,8 @@ from shared.types.units import NS_PER_S
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
 
+CUT_AT_ONCE = 64  # segments per measurement, so that the loop is not blocked for long
+
 T = TypeVar("T")
 
 log = get_logger(__name__)
@@ -75,6 +77,7 @@ class Cache:
         self._prefault: asyncio.Future[int] | None = None
         self._is_prefaulted = False
         self._num_adopted = 0
+        self._is_cuttable = True  # False: the files could not be cut, which is reported once
 
     # ----------------------------------------------------------------------------------- starting
 
@@ -231,13 +234,20 @@ class Cache:
             self._prefault.add_done_callback(partial(self._on_prefault_done, self.arena))
 
     def measure_space(self) -> None:
-        """Measure the space that is left, and set the engine's SSD capacity to it."""
+        """Measure the space that is left, and set the engine's SSD capacity to it.
+
+        If there is less than is allocated, the files are cut as far as nothing lies there any more,
+        some at a time.
+        """
         num_extents = min(self.max_extents, self.volume.files.physical_extents())
-        self.act(lambda core: core.writes.set_capacity(num_extents))
+        end = self.act(lambda core: core.set_ssd_capacity(num_extents))
+        if end is not None:
+            self._cut_files(max(end, num_extents))
 
     def remove_segments(self) -> None:
         """Remove the volume's files. No extent may be in use, and no I/O under way."""
         self.volume.files.shrink(0)
+        self.volume.files.close_removed()
         self.measure_space()
 
     def write_dirty(self) -> None:
@@ -268,6 +278,19 @@ class Cache:
         self.volume.files.shrink(0)
         await self.close(keep_dram=False)
         self.volume.files.remove()
+
+    def _cut_files(self, num_extents: int) -> None:
+        files = self.volume.files
+        try:
+            files.shrink(num_extents, CUT_AT_ONCE)
+        except OSError as error:  # it is tried again
+            if self._is_cuttable:
+                log.warning("segments_not_cut", layout=self.layout.fingerprint, error=str(error))
+            self._is_cuttable = False
+        else:
+            self._is_cuttable = True
+        if not self._performer.num_pending:
+            files.close_removed()
 
     def _on_completion(self, completion: Completion) -> None:
         self.act(completion)

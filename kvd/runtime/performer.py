@@ -1,15 +1,17 @@
 """The performer: carries out the cache engine's actions, and reports their completions.
 
     Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_io.py
-    WriteBlock                 the I/O pool, then this layout's syncer: see block_io.py
+    WriteBlock, RelocateBlock  the I/O pool, then this layout's syncer: see block_io.py
     VerifySlot, HashSlot,
     CompactTokens, WipeSlots   the I/O pool: see slot_work.py
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once: see load_tracking.py
-    Put…, Drop…, CommitIndex   the manifest's writer thread, in order, as it has room for them
+    Put…, Replace…, Drop…,
+    CommitIndex                the manifest's writer thread, in order, as it has room for them
 
 Every action with an op_id is answered exactly once, on the event loop, also if its thread fails.
-The engine bounds the operations under way: a read or write holds a slot, a drop holds an extent.
+The engine bounds the operations under way: a read or write holds a slot, a drop holds an extent,
+and copies of extents are few.
 """
 
 import asyncio
@@ -30,6 +32,8 @@ from kvd.core.records.actions import (
     PutSlot,
     PutUse,
     ReadBlock,
+    RelocateBlock,
+    ReplaceBlock,
     TrackLoad,
     UntrackLoad,
     VerifyExtent,
@@ -51,7 +55,7 @@ from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 
-MoveAction: TypeAlias = ReadBlock | VerifyExtent | WriteBlock
+MoveAction: TypeAlias = ReadBlock | VerifyExtent | WriteBlock | RelocateBlock
 Performable: TypeAlias = (
     MoveAction | SlotAction | PutSlot | ClearSlot | TrackLoad | UntrackLoad | IndexAction
 )
@@ -165,7 +169,7 @@ class Performer:
                 self._slot_worker.hurry(op_ids)
             case UntrackLoad(lease_id):
                 self.loads.untrack(lease_id)
-            case ReadBlock() | VerifyExtent() | WriteBlock():
+            case ReadBlock() | VerifyExtent() | WriteBlock() | RelocateBlock():
                 self.num_pending += 1
                 self._move(action)
             case _:
@@ -204,6 +208,8 @@ class Performer:
                 self._reader.verify(action)
             case WriteBlock():
                 self._writer.write(action)
+            case RelocateBlock():
+                self._writer.relocate(action)
 
     def _put_entry(self, action: IndexAction) -> None:
         """Pass a change to the index, which applies changes in the order of the calls."""
@@ -212,6 +218,10 @@ class Performer:
             case PutBlock(block):
                 self.num_uncommitted += 1
                 self._manifest.put_block(layout, block, self._report_callback(None))
+            case ReplaceBlock(op_id, block):
+                self.num_pending += 1
+                replaced = EndedOperations(lambda engine: engine.relocations.replace_done(op_id))
+                self._manifest.put_block(layout, block, self._report_callback(replaced))
             case PutSession(session):
                 self._manifest.put_session(layout, session)
             case PutUse(key, last_access_ns):

@@ -7,7 +7,7 @@ The pool has a bounded number of threads, and serves jobs by priority:
     READ_AHEAD      a load may come
     WRITE
     HASH            a stored block waits to be written
-    BACKGROUND      scrubbing
+    BACKGROUND      scrubbing, copies of extents
 
 Invariants of the pool:
 1. The first job in this order is the next to start. It waits while its bytes would exceed the
@@ -22,8 +22,8 @@ Invariants of the pool:
 A batch worker is one thread that takes everything queued at once, in the order of the queue: the
 shape of a group commit.
 
-The queues have no bounds of their own; their callers bound them. A job holds a slot, or is the only
-scrub; an SSD write holds a slot; the manifest counts rows of the index.
+The queues have no bounds of their own; their callers bound them. A job holds a slot, or is one of a
+bounded number of bytes to scrub or copy; the manifest counts rows of the index.
 """
 
 import heapq

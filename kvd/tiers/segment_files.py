@@ -10,8 +10,11 @@ No file is deleted because reading it failed.
 
 Invariant: all volumes share a space budget and reserve from it before they allocate. So their sum
 never exceeds it, and a reserve of the file system stays free for the index and for other programs.
+Only after the budget was reduced the sum may exceed it, until the volumes have given back their
+shares of the excess.
 
-Threads: any thread may call any method, except that no I/O may run during shrink() and close().
+Threads: any thread may call any method, except that no I/O may run during close_removed() and
+close().
 """
 
 import contextlib
@@ -23,6 +26,7 @@ from pathlib import Path
 
 from kvd.tiers.direct_io import probe_direct, set_direct
 from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
 from shared.process.log import get_logger
 
@@ -30,66 +34,6 @@ _STEP = 8  # a segment grows by 1 / _STEP of the free budget at a time
 _WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
 
 log = get_logger(__name__)
-
-
-class SpaceBudget:
-    """The space that all volumes together may allocate. Any thread may call any method.
-
-    Args:
-        total_bytes: most bytes of allocated segments; None: only the file system is the limit.
-        reserve_bytes: bytes of the file system that stay free.
-        directory: directory on that file system; it may not exist yet.
-    """
-
-    def __init__(self, total_bytes: int | None, reserve_bytes: int, directory: Path) -> None:
-        self.total_bytes = total_bytes
-        self._reserve_bytes = reserve_bytes
-        self._directory = directory
-        self._allocated_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes allocated for the segments of all volumes."""
-        return self._allocated_bytes
-
-    def free_bytes(self) -> int:
-        """Return the bytes that can still be allocated; negative after the budget was reduced."""
-        free = max(0, self._file_system_bytes() - self._reserve_bytes)
-        if self.total_bytes is None:
-            return free
-        return min(free, self.total_bytes - self._allocated_bytes)
-
-    def reserve(self, least: int, wanted: int, unit: int) -> int:
-        """Reserve between `least` and `wanted` bytes for a segment.
-
-        Returns:
-            Bytes reserved, in multiples of `unit`; 0 if less than `least` is left.
-        """
-        with self._lock:
-            granted = min(wanted, self.free_bytes() // unit * unit)
-            if granted < least:
-                return 0
-            self._allocated_bytes += granted
-            return granted
-
-    def add_existing(self, num_bytes: int) -> None:
-        """Count bytes of segments that exist already."""
-        with self._lock:
-            self._allocated_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Give back the space of a removed segment, or of an allocation that failed."""
-        with self._lock:
-            self._allocated_bytes -= num_bytes
-
-    def _file_system_bytes(self) -> int:
-        paths = (self._directory, *self._directory.parents)
-        try:
-            status = os.statvfs(next(path for path in paths if path.exists()))
-        except OSError:  # a disk that fails, or may not be accessed, has no space for us
-            return 0
-        return status.f_bavail * status.f_frsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +88,8 @@ class SegmentFiles:
         self._fds: dict[int, int] = {}  # segment → descriptor
         self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
         self._growing: dict[int, int] = {}  # segment → bytes whose allocation is under way
-        self._lock = threading.Lock()  # held while files are opened and while segments grow
+        self._removed: list[int] = []  # descriptors of removed segments, see close_removed()
+        self._lock = threading.Lock()  # held while files are opened and while segments change size
         self.is_direct = False
         self.buffered_reason = "it is switched off"
 
@@ -163,18 +108,35 @@ class SegmentFiles:
         return num_blocks * 512
 
     def physical_extents(self) -> int:
-        """Return the number of extents for which space is allocated or can be allocated."""
-        num_bytes = self.reserved_bytes + self._budget.free_bytes()
+        """Return the number of extents for which space is allocated or can be allocated.
+
+        After the budget was reduced, there may be fewer than are allocated.
+        """
+        num_bytes = self.reserved_bytes + self._budget.free_bytes_for(self._directory)
         return max(0, num_bytes // self._extent_bytes)
+
+    def num_extents(self) -> int:
+        """Return the number of whole extents up to the end of the last segment."""
+        ends = (
+            segment * self.extents_per_segment + size // self._extent_bytes
+            for segment, size in tuple(self._sizes.items())
+        )
+        return max(ends, default=0)
 
     def info(self) -> VolumeInfo:
         """Return the present state of the volume, for operators."""
         return VolumeInfo(self.is_direct, self.buffered_reason, self.allocated_bytes)
 
-    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
+    def open(
+        self,
+        expected_id: str = "",
+        *,
+        holds_rows: bool = False,
+        most_bytes: int | None = None,
+    ) -> str:
         """Identify the volume, probe direct I/O, and count the existing segments.
 
-        Args, Returns, Raises: see identify().
+        Args, Returns, Raises: see identify(), and for `most_bytes` SpaceBudget.open().
         """
         volume_id = identify(self._directory, expected_id, self.faults, holds_rows=holds_rows)
         if self._direct != "off":
@@ -184,7 +146,7 @@ class SegmentFiles:
             if path.stem.isdigit():
                 size = path.stat().st_size // self._extent_bytes * self._extent_bytes
                 self._sizes[int(path.stem)] = min(size, self._full_bytes)
-        self._budget.add_existing(self.reserved_bytes)
+        self._budget.open(self._directory, self.reserved_bytes, most_bytes)
         return volume_id
 
     def size_of(self, segment: int) -> int:
@@ -233,32 +195,36 @@ class SegmentFiles:
         self._use_buffered(why)
         return True
 
-    def shrink(self, num_extents: int) -> None:
+    def shrink(self, num_extents: int, at_most: int | None = None) -> None:
         """Release the space of every extent from `num_extents` on. None of them may be in use.
+
+        I/O on them may still run, if nobody needs its outcome: so descriptors of removed segments
+        stay open until close_removed().
+
+        Args:
+            num_extents: number of extents to keep.
+            at_most: change only so many segments, the last ones; None: as many as it takes.
 
         Raises:
             OSError: the file system refuses.
         """
-        for segment in sorted(self._sizes):
-            keep = max(0, num_extents * self._extent_bytes - segment * self._full_bytes)
-            size = self._sizes[segment]
-            if keep >= size:
-                continue
-            if keep:
-                os.truncate(self._path(segment), keep)
-                self._sizes[segment] = keep
-            else:
-                self._path(segment).unlink()
-                del self._sizes[segment]
-                if segment in self._fds:
-                    os.close(self._fds.pop(segment))
-            self._budget.release(size - keep)
+        kept_bytes = num_extents * self._extent_bytes
+        cut = [s for s, size in self._sizes.items() if s * self._full_bytes + size > kept_bytes]
+        for segment in sorted(cut, reverse=True)[:at_most]:
+            with self._lock:
+                self._cut(segment, max(0, kept_bytes - segment * self._full_bytes))
             self.faults.reach(WritePoint.SEGMENT_REMOVED)
+
+    def close_removed(self) -> None:
+        """Close the descriptors of removed segments."""
+        while self._removed:
+            os.close(self._removed.pop())
 
     def close(self) -> None:
         """Close the files."""
-        self._budget.release(self.reserved_bytes)
+        self._budget.close(self._directory)
         self._sizes.clear()
+        self.close_removed()
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -279,6 +245,21 @@ class SegmentFiles:
                 self._fds[segment] = fd
             return self._fds[segment]
 
+    def _cut(self, segment: int, keep: int) -> None:
+        """Cut a segment to `keep` bytes; remove it if there are none."""
+        size = self._sizes[segment]
+        if keep:
+            os.truncate(self._path(segment), keep)
+            self._sizes[segment] = keep
+        else:
+            self._path(segment).unlink(missing_ok=True)
+            del self._sizes[segment]
+            fd = self._fds.pop(segment, None)
+            if fd is not None:
+                self._removed.append(fd)
+                os.ftruncate(fd, 0)  # an open descriptor would keep the space
+        self._budget.release(self._directory, size - keep)
+
     def _allocate(self, segment: int, end: int) -> None:
         """Allocate a segment up to `end` or beyond, so that no write finds the disk full.
 
@@ -288,7 +269,9 @@ class SegmentFiles:
         old_size = self._sizes.get(segment, 0)
         step = max(0, self._budget.free_bytes()) // _STEP // self._extent_bytes * self._extent_bytes
         for wanted in (min(self._full_bytes, end + step), end):
-            granted = self._budget.reserve(end - old_size, wanted - old_size, self._extent_bytes)
+            granted = self._budget.reserve(
+                self._directory, end - old_size, wanted - old_size, self._extent_bytes
+            )
             if not granted:
                 break
             # Reserved, but not in _sizes yet: without this the volume would seem to have less room.
@@ -296,7 +279,7 @@ class SegmentFiles:
             try:
                 self._extend(segment, old_size, old_size + granted)
             except OSError as error:
-                self._budget.release(granted)
+                self._budget.release(self._directory, granted)
                 if error.errno != errno.ENOSPC or wanted == end:
                     raise
             else:

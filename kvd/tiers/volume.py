@@ -76,12 +76,11 @@ class SegmentVolume:
         self._faults = files.faults
         self._failed_syncs: dict[int, int] = {}  # segment → number of failed syncs
 
-    def find_missing(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
+    def find_missing(self, extents: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Find extents whose segment is missing or too short.
 
         Args:
-            extents: first sectors of the extents, [extents].
-            num_extents: capacity of the volume; extents beyond it are not checked.
+            extents: first sectors of the extents, [extents]; negative ones are not checked.
 
         Returns:
             Whether each extent is missing, [extents].
@@ -90,7 +89,7 @@ class SegmentVolume:
             OSError: a segment exists, but cannot be opened.
         """
         missing = np.zeros(len(extents), np.bool_)
-        inside = (extents >= 0) & (extents < num_extents * self.shape.sectors_per_extent)
+        inside = extents >= 0
         segments, sectors = np.divmod(extents[inside], self._segment_sectors)
         ends = self._whole_extents_end(sectors * SECTOR_BYTES)
         named, index = np.unique(segments, return_inverse=True)
@@ -188,6 +187,35 @@ class SegmentVolume:
             self._format.header.pack_into(header, block.key, block.num_tokens, block.stored)
             buffers += [header, block.memory]
         self._transfer(lambda: write_fully(fd, buffers, start))
+
+    def copy(self, source: int, extent: int, num_tokens: int, staging: Staging) -> Written:
+        """Copy an extent as it is, sealed or plain; blocks. The caller owes sync().
+
+        Whoever reads the copy verifies it. The outcome is CORRUPT if the source is not there.
+        """
+        segment, start = self._locate(extent)
+        num_failed = self._failed_syncs.get(segment, 0)
+        num_bytes = self.shape.num_sectors(num_tokens) * SECTOR_BYTES
+        try:
+            self._faults.before_write(extent)
+            fd = self.files.fd_for_writing(segment, self._whole_extents_end(start))
+            for offset in range(0, num_bytes, STAGED_IO_BYTES):
+                piece = staging.take(min(STAGED_IO_BYTES, num_bytes - offset))
+                if not self._is_read(source, offset, piece):
+                    return Written(IoOutcome.CORRUPT, segment, num_failed)
+                self._write_part(fd, piece, start + offset)
+            self._faults.reach(WritePoint.EXTENT_WRITTEN)
+        except OSError as error:
+            log.warning("extent_not_copied", source=source, extent=extent, error=str(error))
+            return Written(_outcome(error), segment, num_failed)
+        return Written(IoOutcome.OK, segment, num_failed)
+
+    def _is_read(self, extent: int, offset: int, buffer: memoryview) -> bool:
+        """Fill a buffer like `_read_at`; return False also if the segment is gone."""
+        try:
+            return self._read_at(extent, offset, [buffer])
+        except FileNotFoundError:
+            return False
 
     def sync(self, batch: Sequence[Written]) -> list[IoOutcome]:
         """Make writes durable, with one sync per segment; return their outcomes."""

@@ -201,6 +201,8 @@ def _tier_line(tier: kvd_pb2.TierStats, layout: kvd_pb2.LayoutStats) -> Text:
     )
     if tier.tier == kvd_pb2.TIER_DRAM and layout.dirty_bytes:
         line.append(f"  {format_bytes(layout.dirty_bytes)} dirty")
+    if tier.surplus_bytes:
+        line.append(f"  shrinks by {format_bytes(tier.surplus_bytes)}")
     if tier.degraded:
         line.append(f"  degraded: {tier.degraded_reason}", "red")
     return line

@@ -109,12 +109,19 @@ def _tiers_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
             format_bytes(tier.physical_bytes),
             str(tier.num_blocks),
             _arena(layout.arena) if tier.tier == kvd_pb2.TIER_DRAM else _volume(layout.volume),
-            f"degraded: {tier.degraded_reason}" if tier.degraded else "ok",
+            _state(tier),
         )
         for layout in stats.layouts
         for tier in layout.tiers
     ]
     return _table("tiers", columns, rows, width)
+
+
+def _state(tier: kvd_pb2.TierStats) -> str:
+    """Return whether writes to a tier work, and what it has yet to give back."""
+    if tier.degraded:
+        return f"degraded: {tier.degraded_reason}"
+    return f"shrinks by {format_bytes(tier.surplus_bytes)}" if tier.surplus_bytes else "ok"
 
 
 def _arena(arena: kvd_pb2.ArenaStats) -> str:

@@ -8,6 +8,7 @@ every sync and write point the test takes an image of what a power cut would lea
 image is then recovered by the real code.
 """
 
+import asyncio
 import os
 import random
 import threading
@@ -34,6 +35,7 @@ from shared.types.units import ceil_div
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout()
+EXTENT = ExtentShape(LAYOUT).full_bytes
 ENGINE_ID = 1
 WAIT_S = 30.0
 NUM_EXTENTS = 24  # fewer extents than stored blocks: extents of flushed sessions are used again
@@ -108,6 +110,14 @@ class Power(NoFaults):
     def fdatasync(self, fd: int) -> None:
         self._sync(fd, os.fdatasync)
 
+    def learn(self) -> None:
+        """Take what is on the disk as durable, and forget all images."""
+        for path in (self._directory, *self._directory.rglob("*")):
+            fd = os.open(path, os.O_RDONLY)
+            self._sync(fd, os.fsync)
+            os.close(fd)
+        self.images.clear()
+
     def _sync(self, fd: int, sync) -> None:
         """Sync a file; later writes are not part of what is noted."""
         self.keep("before a sync")
@@ -145,14 +155,14 @@ class Power(NoFaults):
 
 
 @asynccontextmanager
-async def running_caches(directory: Path, faults: NoFaults):
+async def running_caches(directory: Path, faults: NoFaults, num_extents: int = NUM_EXTENTS):
     """Run a cache with its volume and index, without servers; it restores earlier sessions."""
     settings = Settings(
         runtime_dir=directory,
         state_dir=directory,
         dram=DramSettings(bytes=40 * LAYOUT.block_bytes, keep="none", prefault=False),
         ssd=SsdSettings(
-            bytes=NUM_EXTENTS * ExtentShape(LAYOUT).full_bytes,
+            bytes=num_extents * EXTENT,
             reserve_bytes=0,
             segment_bytes=1 << 16,
         ),
@@ -285,6 +295,47 @@ async def test_durable_sessions_survive_a_power_cut_at_any_moment(tmp_path: Path
             assert {key.session_id for key in listed} >= image.durable, moment
             for name in sorted(image.durable):
                 await _load(cache, name)
+
+
+async def test_a_tier_that_shrinks_survives_a_power_cut_at_any_moment(tmp_path: Path) -> None:
+    """What stays is complete before, while and after it is moved, with either size."""
+    made = tmp_path / "kvd"
+    made.mkdir()
+    async with running_caches(made, NoFaults()) as caches:
+        cache, _ = await caches.open(LAYOUT, prefault=False)
+        for number in range(1, 9):
+            await _store(cache, str(number))
+        await _until_durable(cache)
+    power = Power(made)
+    power.learn()
+    async with running_caches(made, power, NUM_EXTENTS // 2) as caches:
+        [cache] = caches
+        await _until_shrunk(cache, made)
+        listed = cache.act(lambda core: core.inspection.keys())
+        power.keep("the end")
+    stayed = {key.session_id for key in listed}
+    assert "8" in stayed, "it was stored last"
+    assert "1" not in stayed
+    cut = str(min(map(int, stayed)))  # perhaps only a part of it fits
+    assert power.moments >= {"extent_written", "segment_synced", "index_committed"}
+    for number, image in enumerate(power.images):
+        directory = tmp_path / str(number)
+        image.write(directory)
+        num_extents = (NUM_EXTENTS, NUM_EXTENTS // 2)[number % 2]
+        async with running_caches(directory, NoFaults(), num_extents) as caches:
+            cache, _ = await caches.open(LAYOUT, prefault=False)
+            assert await _num_corrupt(caches) == 0, f"{number}: {image.moment}"
+            for name in stayed - {cut}:
+                await _load(cache, name)
+
+
+async def _until_shrunk(cache, directory: Path) -> None:
+    """Wait until the files have half their size."""
+    paths = (directory / VOLUMES).rglob
+    async with asyncio.timeout(WAIT_S):
+        while sum(p.stat().st_size for p in paths("*.segment")) > NUM_EXTENTS // 2 * EXTENT:
+            await cache.wait_for_change(0.01)
+            cache.measure_space()
 
 
 async def _num_corrupt(caches: Caches) -> int:

@@ -26,6 +26,8 @@ from kvd.core.records.actions import (
     PutSlot,
     PutUse,
     ReadBlock,
+    RelocateBlock,
+    ReplaceBlock,
     TrackLoad,
     UntrackLoad,
     VerifyExtent,
@@ -58,6 +60,8 @@ SHAPE = ExtentShape(LAYOUT)
 # how far ids of engines that an earlier kvd knew are shifted, as the shell does
 ADOPTED_ENGINES = 100
 
+MOST_ROUNDS = 1000  # of operations that follow from each other: more never happen
+
 Row = int  # symbolic KV of one token
 
 
@@ -81,7 +85,7 @@ def checksums_of(rows: list[Row]) -> bytes:
     return struct.pack("<Q", hash(tuple(rows)) % 2**64)
 
 
-def run_of(block: BlockRecord | WriteBlock) -> range:
+def run_of(block: BlockRecord | WriteBlock | RelocateBlock) -> range:
     """Return the number of sectors of a block."""
     return range(block.extent, block.extent + SHAPE.num_sectors(block.num_tokens))
 
@@ -94,13 +98,17 @@ class Index:
     sessions: dict[SessionKey, SessionRecord] = field(default_factory=dict)
     uncommitted: list[Action] = field(default_factory=list)
 
-    def commit(self, num_actions: int) -> list[DropBlock | CommitIndex]:
+    def commit(self, num_actions: int) -> list[DropBlock | ReplaceBlock | CommitIndex]:
         """Commit the oldest actions; return those that need an answer."""
         committed, self.uncommitted = self.uncommitted[:num_actions], self.uncommitted[num_actions:]
-        answered: list[DropBlock | CommitIndex] = []
+        answered: list[DropBlock | ReplaceBlock | CommitIndex] = []
         for action in committed:
             if isinstance(action, PutBlock):
                 self.blocks[action.block.key] = action.block
+            elif isinstance(action, ReplaceBlock):
+                assert action.block.key in self.blocks, "an entry that is replaced exists"
+                self.blocks[action.block.key] = action.block
+                answered.append(action)
             elif isinstance(action, PutSession):
                 self.sessions[action.session.key] = action.session
             elif isinstance(action, PutUse):
@@ -142,8 +150,17 @@ class Extent:
         return is_same and self.stored.checksums.startswith(checksums_of(self.rows))
 
 
-IndexAction = PutBlock | PutSession | PutUse | DropSession | DropBlock | CommitIndex
-Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactTokens | WipeSlots
+IndexAction = PutBlock | ReplaceBlock | PutSession | PutUse | DropSession | DropBlock | CommitIndex
+Io = (
+    ReadBlock
+    | VerifySlot
+    | VerifyExtent
+    | HashSlot
+    | WriteBlock
+    | RelocateBlock
+    | CompactTokens
+    | WipeSlots
+)
 
 
 class CacheWorld:
@@ -241,9 +258,10 @@ class CacheWorld:
         self.io[action.op_id] = action
         if isinstance(action, VerifySlot):
             self.checked[action.op_id] = self.journal.get(action.slot_id)
-        if isinstance(action, WriteBlock):
+        if isinstance(action, WriteBlock | RelocateBlock):
             in_use = {sector for block in self.index.blocks.values() for sector in run_of(block)}
             assert in_use.isdisjoint(run_of(action)), "an extent is reused before its row is gone"
+        if isinstance(action, WriteBlock):
             assert action.checksums, "what is written was hashed"
             assert action.key not in self._written(), "a clean block is written again"
 
@@ -263,9 +281,22 @@ class CacheWorld:
         for action in self.index.commit(num_actions):
             if isinstance(action, DropBlock):
                 self.engine.writes.drop_done(action.op_id)
+            elif isinstance(action, ReplaceBlock):
+                self.engine.relocations.replace_done(action.op_id)
             else:
                 self.engine.compactions.commit_done(action.op_id)
         self.pump()
+
+    def set_capacity(self, num_extents: int) -> None:
+        """Set the size of the SSD tier, and cut the files as far as that is allowed."""
+        end = self.engine.set_ssd_capacity(num_extents)
+        self.pump()
+        if end is None:
+            return
+        first_lost = max(end, num_extents) * SHAPE.sectors_per_extent
+        named = [block.extent for block in self.index.blocks.values()]
+        assert all(extent < first_lost for extent in named), "no row names what is cut off"
+        self.extents = {place: x for place, x in self.extents.items() if place < first_lost}
 
     def tenants_on_ssd(self) -> set[str]:
         """Return the tenants whose blocks are in the index."""
@@ -291,6 +322,8 @@ class CacheWorld:
             outcome = IoOutcome.OK
         if isinstance(action, WriteBlock):
             self._finish_write(action, outcome)
+        elif isinstance(action, RelocateBlock):
+            self._finish_relocation(action, outcome)
         elif isinstance(action, HashSlot):
             is_ok = outcome is IoOutcome.OK
             checksums = self.checksums_of(self.slots[action.slot_id]) if is_ok else b""
@@ -351,6 +384,16 @@ class CacheWorld:
             self.extents[action.extent] = Extent(action.key, stored, rows, action.tenant)
         self.engine.writes.write_done(action.op_id, outcome)
 
+    def _finish_relocation(self, action: RelocateBlock, outcome: IoOutcome) -> None:
+        for sector in run_of(action):
+            self.extents.pop(sector, None)
+        source = self.extents.get(action.source)
+        if source is None:
+            outcome = IoOutcome.CORRUPT
+        elif outcome is IoOutcome.OK:
+            self.extents[action.extent] = source
+        self.engine.relocations.relocate_done(action.op_id, outcome)
+
     def _finish_read(self, action: ReadBlock, outcome: IoOutcome) -> None:
         extent = self.extents[action.extent]
         is_good = extent.holds(action.key, action.num_tokens)
@@ -374,7 +417,10 @@ class CacheWorld:
         """End all active operations with success, and commit the whole index."""
         self.row_bytes = NO_BOUND
         self.pump()
+        num_rounds = 0
         while self.io or self.index.uncommitted:
+            num_rounds += 1
+            assert num_rounds < MOST_ROUNDS, "operations come to an end"
             for op_id in sorted(self.io, reverse=newest_first):
                 self.finish_io(op_id)
             self.commit(len(self.index.uncommitted))

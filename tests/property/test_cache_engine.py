@@ -14,6 +14,7 @@ from kvd.core.records.actions import (
     HashSlot,
     IoOutcome,
     ReadBlock,
+    RelocateBlock,
     VerifyExtent,
     VerifySlot,
     WriteBlock,
@@ -184,7 +185,16 @@ class CacheMachine(OperationsMachine):
 
     @rule(
         kind=st.sampled_from(
-            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactTokens]
+            [
+                HashSlot,
+                HashSlot,
+                ReadBlock,
+                VerifySlot,
+                VerifyExtent,
+                WriteBlock,
+                RelocateBlock,
+                CompactTokens,
+            ]
         )
     )
     def finish_kind(self, kind) -> None:
@@ -193,7 +203,7 @@ class CacheMachine(OperationsMachine):
     def _possible(self, op_id: int, outcome: IoOutcome) -> IoOutcome:
         """Return whether the outcome may occur: only copies compared before use are damaged."""
         action = self.world.io[op_id]
-        is_write = isinstance(action, WriteBlock)
+        is_write = isinstance(action, WriteBlock | RelocateBlock)
         impossible = IoOutcome.CORRUPT if is_write else IoOutcome.FULL
         if isinstance(action, HashSlot):
             impossible = IoOutcome.CORRUPT
@@ -259,10 +269,9 @@ class CacheMachine(OperationsMachine):
 
     @rule(num_extents=st.sampled_from([0, 1, 3, 20]))
     def set_capacity(self, num_extents) -> None:
-        """Tell kvd that the file system has less room than it seemed, or more."""
+        """Tell kvd that the SSD tier has less room than it seemed, or more."""
         if self.world.limits.num_extents:
-            self.world.engine.writes.set_capacity(num_extents)
-            self.world.pump()
+            self.world.set_capacity(num_extents)
 
     @precondition(lambda self: not self.stores)
     @rule()

@@ -239,6 +239,7 @@ class Inspector:
             used_bytes=extents.num_used * block_bytes,
             num_blocks=state.blocks.num_ssd + state.tails.num_blocks,
             degraded_reason=state.ssd_degraded,
+            surplus_bytes=extents.num_surplus * block_bytes,
         )
         return EngineStats(
             num_sessions=len(state.sessions),

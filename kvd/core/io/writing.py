@@ -142,7 +142,7 @@ class Writer:
         """Set the number of extents; if there are fewer than are used, evict sessions from SSD."""
         state = self._state
         state.extents.set_capacity(num_extents)
-        num_over = state.extents.num_used - num_extents - len(state.under_way.drops)
+        num_over = state.extents.num_over - len(state.under_way.drops)
         self._placement.make_extents(num_over, None)
         if state.ssd_degraded == IoOutcome.FULL.value:
             self._retry_at_ns = state.now_ns  # there may be room now
@@ -153,7 +153,7 @@ class Writer:
     def _issue(self) -> None:
         """Issue queued writes as far as there are extents, up to `max_write_bytes` under way."""
         state = self._state
-        if self._is_holding_back():
+        if self.is_holding_back():
             return
         while len(state.unwritten) and self._issued_bytes < state.limits.max_write_bytes:
             block = state.unwritten.oldest
@@ -234,7 +234,7 @@ class Writer:
     def _retry_refused(self) -> None:
         """Write refused blocks, as far as there are extents that no queued block waits for."""
         state = self._state
-        while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():
+        while state.unwritten.refused and not len(state.unwritten) and not self.is_holding_back():
             block = next(iter(state.unwritten.refused.values()))
             if not state.extents.can_allocate(state.shape.num_sectors(block.num_tokens)):
                 return
@@ -265,7 +265,7 @@ class Writer:
         Only sessions are evicted that rank below the newest block's session.
         """
         state = self._state
-        if self._is_holding_back() or not len(state.unwritten):
+        if self.is_holding_back() or not len(state.unwritten):
             return
         self._placement.make_extents(self._num_short(), state.unwritten.newest.last_user)
         while len(state.unwritten) and self._num_short():
@@ -322,7 +322,7 @@ class Writer:
             self._resting.schedule(session.key, at_ns)  # it was used meanwhile
         return None
 
-    def _is_holding_back(self) -> bool:
+    def is_holding_back(self) -> bool:
         """Whether writes are held back: the tier is degraded, or its index is far behind."""
         return self._state.outbox.index.is_far_behind or self._is_resting()
 

@@ -65,7 +65,7 @@ def _check_slots(state: CacheState) -> None:
 
 
 def _check_extents(state: CacheState) -> None:
-    """Check that each SSD sector in use belongs to one block, one write or one drop."""
+    """Check that each SSD sector in use belongs to one block, write, drop or relocation."""
     runs = [
         (b.extent, state.shape.num_sectors(b.num_tokens))
         for b in state.blocks
@@ -78,13 +78,18 @@ def _check_extents(state: CacheState) -> None:
     ]
     runs += [(op.extent, op.num_sectors) for op in state.under_way.writes.values()]
     runs += [run for run in state.under_way.drops.values() if run is not None]
-    runs.sort()
+    moved = [(op.target, op.num_sectors) for op in state.under_way.relocations.values()]
+    moved += state.under_way.replacements.values()
+    runs = sorted([*runs, *moved])
     for (extent, num_sectors), (following, _) in pairwise(runs):
         assert extent + num_sectors <= following, f"extents {extent} and {following} overlap"
     num_used = sum(num_sectors for _, num_sectors in runs)
     assert state.extents.num_used_sectors == num_used, "sectors in use are counted right"
     num_whole = len({extent // state.extents.sectors_per_extent for extent, _ in runs})
     assert state.extents.num_used == num_whole, "extents in use are counted right"
+    num_doubled = sum(not state.extents.is_packed(num_sectors) for _, num_sectors in moved)
+    num_over = max(0, num_whole - num_doubled - len(state.extents))
+    assert state.extents.num_over == num_over, "blocks that are relocated count once"
 
 
 def _check_sessions(state: CacheState) -> None:
@@ -206,6 +211,7 @@ def _check_leases(state: CacheState) -> None:
         elif isinstance(lease, StoreLease):
             holders.update(id(part) for _, part in lease.all_parts() if isinstance(part, Block))
     holders.update(map(id, _held_for_compaction(state)))
+    holders.update(id(op.block) for op in state.under_way.relocations.values())
     for block in state.blocks:
         assert block.readers == readers[id(block)], "a block's readers are its load leases"
         assert block.holders == holders[id(block)], "a block's holders are counted right"
@@ -326,6 +332,10 @@ def _check_operations(state: CacheState) -> None:
     assert state.under_way.arrival_of == {op.block.key: op for op in arriving}, (
         "arrivals are registered"
     )
+    copied = {op.source: op for op in state.under_way.relocations.values() if not op.is_void}
+    assert state.under_way.relocated == copied, "copies of extents are registered"
+    for op in copied.values():
+        assert not blocks.holds(op.block) or op.block.extent == op.source, "a block that left voids"
     for block in state.unwritten:
         assert blocks.holds(block), "only blocks of the index wait to be written"
         assert block.writable, "only dirty blocks at rest wait to be written"

@@ -1,14 +1,14 @@
 """Actions: what the cache engine asks of the world, as frozen values from `CacheEngine.drain`.
 
 Pure. The performer carries them out and reports their completion through `read_done`,
-`verify_done`, `hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and
-`index_committed`.
+`verify_done`, `hash_done`, `write_done`, `drop_done`, `relocate_done`, `replace_done`,
+`compact_done`, `wipe_done` and `index_committed`.
 
 Invariants that the performer keeps:
-1. index actions (PutBlock, PutSession, PutUse, DropSession, DropBlock, CommitIndex) reach the index
-   in the order in which they were drained;
-2. `drop_done` is reported only after the removal of the entry is committed, because the extent is
-   reused then;
+1. index actions (PutBlock, ReplaceBlock, PutSession, PutUse, DropSession, DropBlock, CommitIndex)
+   reach the index in the order in which they were drained;
+2. `drop_done` and `replace_done` are reported only after the change of the entry is committed,
+   because the extent that it named is reused then;
 3. journal actions (PutSlot, ClearSlot) are carried out before the call that caused them is
    answered;
 4. every action with an `op_id` is completed exactly once.
@@ -122,6 +122,16 @@ class WriteBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class RelocateBlock:
+    """Copy an extent to another, as it is, and make the copy durable; then `relocate_done`."""
+
+    op_id: int
+    source: int
+    extent: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceSlot:
     """A slot from which KV is copied, and the checksums that its bytes must have."""
 
@@ -207,6 +217,17 @@ class PutBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceBlock:
+    """Have a block's entry name another extent, and commit; then `replace_done`.
+
+    The data there is durable already.
+    """
+
+    op_id: int
+    block: BlockRecord
+
+
+@dataclass(frozen=True, slots=True)
 class PutSession:
     """Write or replace a session's entry.
 
@@ -278,6 +299,7 @@ Action = (
     | VerifySlot
     | VerifyExtent
     | WriteBlock
+    | RelocateBlock
     | CompactTokens
     | WipeSlots
     | PutSlot
@@ -285,6 +307,7 @@ Action = (
     | TrackLoad
     | UntrackLoad
     | PutBlock
+    | ReplaceBlock
     | PutSession
     | PutUse
     | DropSession

@@ -278,6 +278,11 @@ def unpack_places(places: bytes) -> Iterator[BlockRecord]:
         yield BlockRecord(key, extent, num_tokens)
 
 
+def highest_extent(places: bytes) -> int:
+    """Return the highest extent of packed blocks; -1 without any."""
+    return max((extent for _, _, extent in _PLACE.iter_unpack(places)), default=-1)
+
+
 def num_tokens_of_places(places: bytes) -> int:
     """Return the number of tokens of packed blocks, without unpacking anything else."""
     return sum(num_tokens for _, num_tokens, _ in _PLACE.iter_unpack(places))

@@ -238,6 +238,7 @@ class TierStats:
     used_bytes: int
     num_blocks: int
     degraded_reason: str = ""  # "": writes to the tier work
+    surplus_bytes: int = 0  # behind its end, after it was made smaller: to be given back
 
 
 @dataclass(frozen=True, slots=True)

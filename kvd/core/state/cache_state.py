@@ -379,10 +379,10 @@ class CacheState:
     def drop_entry(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
         """Remove a block's entry from the index, and free its extent once that is committed."""
         op_id = self.under_way.next_op_id()
-        if extent is None:
-            self.under_way.drops[op_id] = None
-        else:
-            self.under_way.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
+        run = None if extent is None else (extent, self.shape.num_sectors(num_tokens))
+        self.under_way.drops[op_id] = run
+        if extent is not None:
+            self.under_way.void_relocation(extent)
             self.scrubbed.pop((Tier.SSD, extent), None)
         self.outbox.index.add(DropBlock(op_id, key))
 

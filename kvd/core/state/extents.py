@@ -5,10 +5,15 @@ whole extent takes one for itself. Shorter runs, those of partial blocks, share 
 first fit. A packing extent whose sectors are all free again becomes a whole extent again.
 
 Freed extents are reused before unused ones are taken, because a segment is allocated on disk when
-its first extent is. Invariant: a sector is free, or is owned by one block, write or drop.
+its first extent is. Invariant: a sector is free, or is owned by one block, write, drop or
+relocation.
 
-Every call is O(1) in the number of extents: packing extents are bit masks of their free sectors,
-indexed by the length of their longest free run.
+When the capacity is reduced, extents behind the new end stay in use until they are freed or
+relocated (kvd/core/io/relocating.py), but nothing is allocated there any more. As long as no more
+extents are in use than the capacity, there is a free one before the end for each one behind it.
+
+Every call but set_capacity, trim and restore is O(1) in the number of extents: packing extents are
+bit masks of their free sectors, indexed by the length of their longest free run.
 """
 
 from collections import OrderedDict
@@ -30,12 +35,13 @@ class ExtentTable:
         self._capacity = num_extents
         self.sectors_per_extent = sectors_per_extent
         self.num_used_sectors = 0
-        self.num_free_packed = 0  # free sectors of packing extents
+        self._num_doubled = 0  # whole extents that count for a block that has two, see relocate()
+        self.num_free_packed = 0  # free sectors of packing extents before the end
         self._all_free = (1 << sectors_per_extent) - 1
         self._next = 0  # whole extents from here on were never used
         self._returned: list[int] = []  # a heap: runs next to each other are transferred faster
         self._packing: dict[int, int] = {}  # whole extent -> mask of its free sectors
-        # Packing extents by the length of their longest free run.
+        # Packing extents before the end, by the length of their longest free run.
         self._by_run: dict[int, OrderedDict[int, None]] = {}
         self._runs = 0  # mask of the keys of _by_run
 
@@ -50,11 +56,45 @@ class ExtentTable:
     @property
     def num_free(self) -> int:
         """Number of whole extents that can be allocated now."""
-        return max(0, self._capacity - self.num_used)
+        return max(0, self._capacity - self.num_used + self._num_doubled)
+
+    @property
+    def num_over(self) -> int:
+        """How many whole extents more than the capacity are in use, for good."""
+        return max(0, self.num_used - self._num_doubled - self._capacity)
+
+    @property
+    def num_surplus(self) -> int:
+        """Number of whole extents behind the end, up to the last one that was used."""
+        return max(0, self._next - self._capacity)
 
     def set_capacity(self, num_extents: int) -> None:
-        """Allow more or fewer extents. Those in use stay in use."""
+        """Allow more or fewer extents. Those in use stay in use; O(packing extents)."""
+        first, end = sorted((self._capacity, num_extents))
+        if first == end:
+            return
+        moved = [index for index in self._packing if first <= index < end]
+        masks = [self._take_mask(index) for index in moved]
         self._capacity = num_extents
+        for index, free in zip(moved, masks, strict=True):
+            self._put_mask(index, free)
+
+    def is_behind(self, extent: int) -> bool:
+        """Whether an extent lies behind the end that the capacity sets."""
+        return extent >= self._capacity * self.sectors_per_extent
+
+    def trim(self) -> int:
+        """Forget that the free extents at the end were ever used; O(free extents) if there are any.
+
+        Returns:
+            The number of whole extents up to the last one in use.
+        """
+        free = set(self._returned) if self._next - 1 in self._returned else set()
+        while self._next - 1 in free:
+            self._next -= 1
+        if free:
+            self._returned = sorted(index for index in free if index < self._next)  # a heap
+        return self._next
 
     def is_packed(self, num_sectors: int) -> bool:
         """Whether runs of this length share a whole extent."""
@@ -62,7 +102,28 @@ class ExtentTable:
 
     def can_allocate(self, num_sectors: int) -> bool:
         """Whether a run of this length can be allocated now."""
-        return bool(self.num_free) or self._fits_packed(num_sectors)
+        return bool(self.num_free and self._has_place()) or self._fits_packed(num_sectors)
+
+    def can_relocate(self, num_sectors: int) -> bool:
+        """Whether there is a place before the end for a run that lies behind it."""
+        return self._has_place() or self._fits_packed(num_sectors)
+
+    def relocate(self, num_sectors: int) -> int:
+        """Allocate a second place for a run that lies behind the end.
+
+        The caller has checked that there is one, and calls `end_relocation` with one of both
+        places. Until then a whole run does not count twice for `num_free` and `num_over`.
+
+        Returns:
+            The first sector of the new place.
+        """
+        self._num_doubled += not self.is_packed(num_sectors)
+        return self.allocate(num_sectors)
+
+    def end_relocation(self, extent: int, num_sectors: int) -> None:
+        """Free the old place of a run, or its new place if it was not moved."""
+        self._num_doubled -= not self.is_packed(num_sectors)
+        self.free(extent, num_sectors)
 
     def allocate(self, num_sectors: int) -> int:
         """Allocate a free run. The caller has checked that there is one.
@@ -161,8 +222,12 @@ class ExtentTable:
     def _fits_packed(self, num_sectors: int) -> bool:
         return self.is_packed(num_sectors) and bool(self._runs >> num_sectors)
 
+    def _has_place(self) -> bool:
+        """Whether a whole extent before the end is free."""
+        return (self._returned[0] if self._returned else self._next) < self._capacity
+
     def _allocate_whole(self) -> int:
-        assert self.num_free, "no extent is free"
+        assert self._has_place(), "no extent is free"
         if self._returned:
             return heappop(self._returned)
         self._next += 1
@@ -170,18 +235,32 @@ class ExtentTable:
 
     def _set_mask(self, index: int, free: int) -> None:
         """Set the free sectors of a packing extent. One that is all free becomes whole again."""
-        old_free = self._packing.pop(index, 0)
-        self.num_free_packed -= old_free.bit_count()
-        old_run = _longest_run(old_free)
-        if old_run and index in self._by_run.get(old_run, {}):
-            del self._by_run[old_run][index]
-            if not self._by_run[old_run]:
-                del self._by_run[old_run]
-                self._runs &= ~(1 << old_run)
-        if free == self._all_free and old_run:
+        is_new = index not in self._packing
+        if not is_new:
+            self._take_mask(index)
+        if free == self._all_free and not is_new:
             heappush(self._returned, index)
-            return
+        else:
+            self._put_mask(index, free)
+
+    def _take_mask(self, index: int) -> int:
+        """Remove a packing extent from the tables; returns its free sectors."""
+        free = self._packing.pop(index)
+        run = _longest_run(free)
+        if index < self._capacity:
+            self.num_free_packed -= free.bit_count()
+        if run and index < self._capacity:
+            del self._by_run[run][index]
+            if not self._by_run[run]:
+                del self._by_run[run]
+                self._runs &= ~(1 << run)
+        return free
+
+    def _put_mask(self, index: int, free: int) -> None:
+        """Enter a packing extent; one behind the end takes no more runs."""
         self._packing[index] = free
+        if index >= self._capacity:
+            return
         self.num_free_packed += free.bit_count()
         run = _longest_run(free)
         if run:

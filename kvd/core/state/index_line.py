@@ -30,6 +30,7 @@ from kvd.core.records.actions import (
     PutBlock,
     PutSession,
     PutUse,
+    ReplaceBlock,
 )
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
@@ -38,7 +39,8 @@ ENTRY_BYTES = 256  # estimated size of an entry, without its spans
 MOST_ENTRIES_WAITING = 65_536  # 20 MB: with more, the index is far behind
 NO_BOUND = 1 << 62
 
-IndexAction = PutBlock | DropBlock | CommitIndex | PutSession | DropSession | PutUse
+NumberedAction = PutBlock | ReplaceBlock | DropBlock | CommitIndex
+IndexAction = NumberedAction | PutSession | DropSession | PutUse
 
 
 class IndexLine:
@@ -48,15 +50,13 @@ class IndexLine:
         sessions: all sessions, by key.
 
     Attributes:
-        num_blocks: number of waiting entries of blocks, without removals.
+        num_blocks: number of waiting entries of new blocks, without removals and replacements.
     """
 
     def __init__(self, sessions: Mapping[SessionKey, Session]) -> None:
         self._sessions = sessions
         # In order: keys of sessions, whose entries are made when taken, and numbered actions.
-        self._line: OrderedDict[SessionKey | int, PutBlock | DropBlock | CommitIndex | None] = (
-            OrderedDict()
-        )
+        self._line: OrderedDict[SessionKey | int, NumberedAction | None] = OrderedDict()
         self._used: OrderedDict[SessionKey, None] = OrderedDict()
         self._gone: set[SessionKey] = set()  # dropped; the index may have an entry of each
         self._next_number = 0
@@ -76,7 +76,7 @@ class IndexLine:
         """Number of sessions that wait only for their last use to be written."""
         return len(self._used)
 
-    def add(self, action: PutBlock | DropBlock | CommitIndex) -> None:
+    def add(self, action: NumberedAction) -> None:
         """Put an action at the end of the line."""
         self._line[self._next_number] = action
         self.num_blocks += isinstance(action, PutBlock)

@@ -80,6 +80,7 @@ COUNTERS = (
     "demotions",  # blocks written because their room in DRAM was needed
     "ssd_read_bytes",  # read into DRAM, in whole sectors; failed reads included
     "ssd_written_bytes",  # in whole sectors, as they lie on SSD
+    "relocated_bytes",  # copied within SSD because the tier became smaller, in whole sectors
     "ssd_refused",  # blocks that found no extent and stay in DRAM only
     "leases_lost",  # completions of leases that no longer existed
 )

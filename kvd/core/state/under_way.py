@@ -46,6 +46,25 @@ class WriteOp:
     num_sectors: int
 
 
+@dataclass(slots=True, eq=False)
+class Relocation:
+    """A copy of an extent under way, so that the files can shrink; it owns the target.
+
+    Attributes:
+        block: the block that lies there.
+        source: its extent.
+        target: the extent to which it is copied.
+        num_sectors: their length.
+        is_void: the block has left the source: the copy may not be used.
+    """
+
+    block: Block
+    source: int
+    target: int
+    num_sectors: int
+    is_void: bool = False
+
+
 class UnderWay:
     """The operations under way, by operation number. Every call is O(1).
 
@@ -56,6 +75,10 @@ class UnderWay:
         hashes: blocks that are being hashed.
         writes: SSD writes.
         drops: removals of entries, each with the extent and its sectors to free afterwards, if any.
+        relocations: copies of extents.
+        relocated: those of them that are not void, by the extent that is copied.
+        replacements: changes of entries that name a copy now, each with the extent and sectors that
+            they named before, to free afterwards.
         wipes: slots that are being zeroed.
     """
 
@@ -66,6 +89,9 @@ class UnderWay:
         self.hashes: dict[int, Block] = {}
         self.writes: dict[int, WriteOp] = {}
         self.drops: dict[int, tuple[int, int] | None] = {}
+        self.relocations: dict[int, Relocation] = {}
+        self.relocated: dict[int, Relocation] = {}
+        self.replacements: dict[int, tuple[int, int]] = {}
         self.wipes: dict[int, list[int]] = {}
         self._next_op_id = 1
 
@@ -114,6 +140,25 @@ class UnderWay:
         """Remove a write that has ended, successfully or not."""
         op = self.writes.pop(op_id)
         op.block.move("write_done")
+        return op
+
+    def begin_relocation(self, op: Relocation) -> int:
+        """Begin to copy an extent; return the operation."""
+        op_id = self.next_op_id()
+        self.relocations[op_id] = self.relocated[op.source] = op
+        return op_id
+
+    def void_relocation(self, extent: int) -> None:
+        """Record that a block has left its extent: a copy of it under way is void."""
+        op = self.relocated.pop(extent, None)
+        if op is not None:
+            op.is_void = True
+
+    def end_relocation(self, op_id: int) -> Relocation:
+        """Remove a copy that has ended, successfully or not."""
+        op = self.relocations.pop(op_id)
+        if not op.is_void:
+            del self.relocated[op.source]
         return op
 
     def _begin_arrival(self, block: Block, event: str, arrivals: dict[int, Arrival]) -> Arrival:

@@ -16,8 +16,9 @@ from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import LayoutRow, Manifest
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles
 from kvd.tiers.slot_rows import BlockHasher
+from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey

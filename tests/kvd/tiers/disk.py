@@ -10,8 +10,9 @@ from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles
 from kvd.tiers.slot_rows import BlockHasher
+from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer

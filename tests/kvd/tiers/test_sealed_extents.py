@@ -248,3 +248,19 @@ def test_padding_has_no_staged_bytes(sealed, num_tokens):
     volume = sealed.made[-1]
     assert volume.sync([volume.write(run, sealed.staging)]) == [IoOutcome.OK]
     assert not _windows(_content(sealed)) & _windows(before)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 1])
+def test_a_sealed_extent_is_copied_without_a_key(sealed, num_tokens):
+    """The copy opens with the tenant's key, like the original."""
+    block = Block(num_tokens)
+    assert sealed.write(4 * WHOLE, block) is IoOutcome.OK
+    keys, sealed.keys = sealed.keys, None
+    volume = sealed.volume()
+    copied = volume.copy(4 * WHOLE, 0, num_tokens, sealed.staging)
+    assert volume.sync([copied]) == [IoOutcome.OK]
+    sealed.keys = keys
+    sealed.volume()
+    slot = new_slot()
+    assert sealed.read(0, block, slot)[0] is IoOutcome.OK
+    assert block.is_in(slot)

@@ -3,10 +3,12 @@
 import os
 
 import numpy as np
+import pytest
 
 from kvd.core.records.actions import IoOutcome
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles
+from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from tests.kvd.tiers.blocks_on_disk import EXTENT, WHOLE
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
@@ -104,6 +106,48 @@ def test_volumes_share_a_budget(tmp_path):
     assert budget.allocated_bytes == 0
 
 
+def test_volumes_give_back_the_same_share_of_a_smaller_budget(tmp_path):
+    """Whichever of them gives first; what one may not have in any case, no other gives for it."""
+    for name, num_extents in (("a", 8), ("b", 4), ("c", 6)):
+        files = small_volume(tmp_path / name, SpaceBudget(None, 0, tmp_path)).files
+        files.open()
+        for extent in range(num_extents):
+            files.fd_for_writing(extent // 3, (extent % 3 + 1) * EXTENT)
+        files.shrink(num_extents)
+        files.close()
+    budget = SpaceBudget(7 * EXTENT, 0, tmp_path)
+    a, b, c = (small_volume(tmp_path / name, budget).files for name in "abc")
+    a.open()
+    assert a.physical_extents() == 7  # alone
+    b.open()
+    c.open(most_bytes=2 * EXTENT)  # of 14 extents that they may have, half stays
+    assert [files.physical_extents() for files in (a, b, c)] == [4, 2, 1]
+    b.shrink(2)
+    a.shrink(4)
+    assert [files.physical_extents() for files in (a, b, c)] == [4, 2, 1]
+    assert budget.reserve(tmp_path / "b", EXTENT, EXTENT, EXTENT) == 0
+    c.shrink(0)
+    assert [files.physical_extents() for files in (a, b, c)] == [5, 3, 1]
+    for files in (a, b, c):
+        files.close()
+
+
+def test_a_descriptor_is_not_closed_while_io_may_use_it(disk):
+    """Its segment is removed and takes no space; the next one of that name is another file."""
+    volume = disk.volume()
+    assert disk.write(0, Block()) is IoOutcome.OK
+    fd = volume.files.fd_for_reading(0)
+    volume.files.shrink(0)
+    assert (os.fstat(fd).st_nlink, os.fstat(fd).st_blocks) == (0, 0)
+    block = Block()
+    assert disk.write(0, block) is IoOutcome.OK
+    assert volume.files.fd_for_reading(0) != fd
+    volume.files.close_removed()
+    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+
+
 def test_the_reserve_stays_free(tmp_path):
     """With a reserve larger than the disk nothing is allocated."""
     budget = SpaceBudget(None, 1 << 60, tmp_path)
@@ -123,6 +167,9 @@ def test_shrinking_frees_space(disk):
     for index in (0, 4, 8):
         disk.write(index * WHOLE, block)
     (disk.directory / "v" / "notes.txt").write_text("not ours")
+    volume.files.shrink(5, at_most=1)
+    assert [*disk.segments()].count("00002.segment") == 0
+    assert disk.segments()["00001.segment"] == 3 * EXTENT
     volume.files.shrink(5)
     expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
     assert disk.segments() == expected
@@ -144,17 +191,16 @@ def test_allocated_bytes_are_those_of_the_file_system(disk):
 
 
 def test_extents_of_missing_and_truncated_segments_are_missing(disk):
-    """Extents that the volume cannot have are not checked."""
+    """Extents that nothing can have are not checked."""
     volume = disk.volume()
     assert disk.write(0, Block()) is IoOutcome.OK
     whole = volume.shape.sectors_per_extent
     behind = 3 * whole  # of another segment
-    extents = np.array([0, -1, -whole, behind, 4 * whole, 5 * whole], np.int64)
-    assert volume.find_missing(extents, 5).tolist() == [False, False, False, True, True, False]
-    assert volume.find_missing(extents, 4).tolist() == [False, False, False, True, False, False]
+    extents = np.array([0, -1, -whole, behind, 4 * whole, 1 << 61], np.int64)
+    assert volume.find_missing(extents).tolist() == [False, False, False, True, True, True]
     (segment,) = (disk.directory / "v").glob("*.segment")
     os.truncate(segment, EXTENT)  # the first one is complete
     inside = np.array([0, whole // 2, whole, whole + 1], np.int64)
-    assert disk.volume().find_missing(inside, 5).tolist() == [False, False, True, True]
+    assert disk.volume().find_missing(inside).tolist() == [False, False, True, True]
     os.truncate(segment, 1)
-    assert disk.volume().find_missing(extents[:1], 5).tolist() == [True]
+    assert disk.volume().find_missing(extents[:1]).tolist() == [True]

@@ -277,6 +277,33 @@ def test_write_points_are_passed_in_order(disk):
     assert faults.points == [*named, *allocated, *written, *written, WritePoint.SEGMENT_REMOVED]
 
 
+@pytest.mark.parametrize("num_tokens", [16, 1])
+def test_an_extent_is_copied_as_it_is(disk, num_tokens):
+    """The copy is the same block; a source that was cut off, or whose file is gone, is CORRUPT."""
+    volume = disk.volume()
+    block = Block(num_tokens)
+    assert disk.write(4 * WHOLE, block) is IoOutcome.OK
+    copied = volume.copy(4 * WHOLE, 0, num_tokens, disk.staging)
+    assert volume.sync([copied]) == [IoOutcome.OK]
+    volume.files.shrink(2)
+    slot = new_slot()
+    assert disk.read(0, block, slot)[0] is IoOutcome.OK
+    assert block.is_in(slot)
+    for gone in (2 * WHOLE, 4 * WHOLE):
+        assert volume.copy(gone, 0, num_tokens, disk.staging).outcome is IoOutcome.CORRUPT
+
+
+def test_a_failed_copy_is_an_outcome(disk):
+    """For lack of space, or because the device fails."""
+    volume = disk.volume(total_bytes=EXTENT)
+    block = Block()
+    assert disk.write(0, block) is IoOutcome.OK
+    assert volume.copy(0, WHOLE, block.num_tokens, disk.staging).outcome is IoOutcome.FULL
+    volume = disk.volume(faults=Failing(errno.EIO, read=True))
+    failed = volume.copy(0, WHOLE, block.num_tokens, disk.staging)
+    assert failed.outcome is IoOutcome.TRANSIENT
+
+
 def test_a_real_full_disk(tmp_path):
     """On a file system of two extents the third is FULL, and the first two stay readable."""
     mounted = tmp_path / "small"

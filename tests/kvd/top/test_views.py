@@ -23,7 +23,11 @@ def stats(uptime_s=100.0, **counters):
                 tier=kvd_pb2.TIER_DRAM, capacity_bytes=1 << 30, used_bytes=3 << 28, num_blocks=7
             ),
             kvd_pb2.TierStats(
-                tier=kvd_pb2.TIER_SSD, capacity_bytes=1 << 40, degraded=True, degraded_reason="full"
+                tier=kvd_pb2.TIER_SSD,
+                capacity_bytes=1 << 40,
+                degraded=True,
+                degraded_reason="full",
+                surplus_bytes=2 << 30,
             ),
         ],
         dirty_bytes=5 << 20,
@@ -96,7 +100,7 @@ def test_the_last_interval_is_shown():
     assert "5 wait, 2 run" in text
     assert "prefetch 11, eviction 222" in text
     assert "75%  768.0 MB of 1.0 GB" in text
-    assert "degraded: full" in text
+    assert "shrinks by 2.0 GB  degraded: full" in text
     assert "inference-svc@llama  pid 77" in text
 
 

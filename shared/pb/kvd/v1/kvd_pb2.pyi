@@ -1074,7 +1074,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "num_blocks", "degraded", "degraded_reason", "physical_bytes")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "num_blocks", "degraded", "degraded_reason", "physical_bytes", "surplus_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -1082,6 +1082,7 @@ class TierStats(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_REASON_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     capacity_bytes: int
     used_bytes: int
@@ -1089,7 +1090,8 @@ class TierStats(_message.Message):
     degraded: bool
     degraded_reason: str
     physical_bytes: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., degraded: bool = ..., degraded_reason: _Optional[str] = ..., physical_bytes: _Optional[int] = ...) -> None: ...
+    surplus_bytes: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., degraded: bool = ..., degraded_reason: _Optional[str] = ..., physical_bytes: _Optional[int] = ..., surplus_bytes: _Optional[int] = ...) -> None: ...
 
 class ArenaStats(_message.Message):
     __slots__ = ("arena_id", "keep", "pages", "epoch", "adopted_blocks", "prefaulted")
