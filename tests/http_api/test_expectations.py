@@ -17,10 +17,17 @@ SUB_AGENT = {"X-Claude-Code-Agent-Id": "helper"}
 
 
 async def info_of(api, answer):
-    """Return kvd's information about an answer's session."""
+    """Return kvd's information about an answer's session, once kvd has it."""
     name = answer.model_extra["session_id"]
-    found = {info.session.session_id: info for info in await sessions_of(api.kvd)}
-    return found[name]
+
+    async def found():
+        return [info for info in await sessions_of(api.kvd) if info.session.session_id == name]
+
+    async def is_there():
+        return bool(await found())
+
+    await eventually(is_there, wanted=True)
+    return (await found())[0]
 
 
 async def awaited_tools_of(api, answer):

@@ -36,6 +36,7 @@ class Stats:
     is_degraded: bool
     reason: str
     num_blocks: int
+    surplus_bytes: int = 0
 
 
 def _pair(record=Stats, **changes):
@@ -66,6 +67,7 @@ class Row(NamedTuple):
     capacity_bytes: int
     num_blocks: int
     is_degraded: bool
+    surplus_bytes: int
     tier: str
 
 
@@ -73,7 +75,7 @@ def test_a_named_tuple_is_decoded_as_a_row():
     """Plain fields come first, computed ones behind them; names are still paired."""
     given = ("used_bytes", "degraded_reason", "physical_bytes")
     pair = _pair(Row, renamed={}, given=given)
-    row = Row(7, 3, is_degraded=True, tier="dram")
+    row = Row(7, 3, is_degraded=True, surplus_bytes=0, tier="dram")
     message = pair.encode(row, **dict.fromkeys(given))
     assert message.num_blocks == 3
     assert pair.decode_row(message, "dram") == pair.decode(message, tier="dram") == row
