@@ -219,7 +219,7 @@ class LayoutOpener:
         if (missing & (extents >= end)).any():
             extents = np.where(missing & (extents >= end), -1, extents)
             missing &= extents >= 0
-            rows.extents = extents  # type: ignore[assignment]
+            rows.extents = extents.tolist()
         num_lost = int(missing.sum())
         if not num_lost:
             return rows

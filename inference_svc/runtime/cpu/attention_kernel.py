@@ -55,7 +55,7 @@ class AttentionKernel:
 
     @classmethod
     def load(cls) -> "AttentionKernel":
-        """Compile and load the kernel.
+        """Compile and load the kernels.
 
         Raises:
             NativeLibraryError: that is not possible here.
@@ -63,7 +63,7 @@ class AttentionKernel:
         return cls(load_library())
 
     def can_prefill(self, dtype: torch.dtype) -> bool:
-        """Whether parts of several tokens can attend; torch has faster instructions otherwise."""
+        """Whether parts of several tokens can attend; of other dtypes torch is faster."""
         return dtype in self._prefilled
 
     def decode(
@@ -148,7 +148,7 @@ def _run(
 
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
-    """Return why the kernel cannot serve layers of these shapes; "": it can."""
+    """Return why the kernels cannot serve layers of these shapes; "": it can."""
     if dtype not in DTYPES:
         return f"the kernel does not take {str(dtype).removeprefix('torch.')}"
     for shape in shapes:

@@ -36,7 +36,7 @@ class CpuAttention:
     """The back-end; for one thread."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
-        """Store the kernel."""
+        """Store the kernels."""
         self._kernel = kernel
         self._portable = TorchAttention()
         self._places: WeakKeyDictionary[SequenceKv, Addresses] = WeakKeyDictionary()
