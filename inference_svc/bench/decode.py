@@ -33,6 +33,7 @@ from inference_svc.core.tools.bound_calls import BoundCalls
 from inference_svc.core.tools.formats import FORMATS
 from inference_svc.runtime.compute.answer_grammar import AnswerGrammar, CallGrammar
 from inference_svc.runtime.compute.grammars import Grammars
+from inference_svc.runtime.memory import allocate_region
 from inference_svc.runtime.model.packed_linear import packed_bytes
 
 ROW_ITEMS = 4096
@@ -42,7 +43,7 @@ TRIES = 3
 
 
 class MemoryReader:
-    """Measures how fast a device reads memory, in the faster of two ways; float32.
+    """Measures how fast a device reads memory, in the faster of two ways; float32, huge pages.
 
     Args:
         device: the device.
@@ -51,7 +52,9 @@ class MemoryReader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         num_bytes = CUDA_BUFFER_BYTES if device.type == "cuda" else BUFFER_BYTES
-        self._buffer = torch.ones(num_bytes // 4 // ROW_ITEMS, ROW_ITEMS, device=device)
+        num_rows = num_bytes // 4 // ROW_ITEMS
+        region = allocate_region(num_rows * ROW_ITEMS, device, torch.float32)
+        self._buffer = region.fill_(1).view(num_rows, ROW_ITEMS)
         self._vector = torch.ones(ROW_ITEMS, device=device)
         ways: list[Callable[[], torch.Tensor]] = [
             self._buffer.sum,

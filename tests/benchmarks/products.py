@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from inference_svc.runtime.model.packing import OneDnnPacking
 from tests.benchmarks.rounds import measure_in_turns, median_ratio
@@ -61,10 +62,11 @@ def make_layers(shapes, dtype):
     block_bytes = sum(outputs * inputs for outputs, inputs in shapes) * dtype.itemsize
     shapes = shapes * max(1, MOST_BYTES // block_bytes)
     linears = [nn.Linear(*reversed(shape), bias=False, dtype=dtype) for shape in shapes]
+    regions = RegionTensors()
     return {
         "linear": linears,
-        "oneDNN": [PackedLinear(layer, OneDnnPacking()) for layer in linears],
-        "kernel": [PackedLinear(layer, ProductKernel.load()) for layer in linears],
+        "oneDNN": [PackedLinear(layer, OneDnnPacking(), regions) for layer in linears],
+        "kernel": [PackedLinear(layer, ProductKernel.load(), regions) for layer in linears],
     }
 
 

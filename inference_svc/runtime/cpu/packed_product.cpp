@@ -40,9 +40,8 @@ void multiply_panel(const Product<T>& product, int64_t first, int64_t num_rows, 
   for (int64_t begin = 0; begin < product.inner; begin += BLOCK_INNER) {
     const int64_t length = std::min(BLOCK_INNER, product.inner - begin);
     for (int64_t r = 0; r < num_rows; r += ROWS) {
-      const auto add = r == 0 ? add_some<ROWS, true, T> : add_some<ROWS, false, T>;
-      add(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.stride + begin, product.stride,
-          weights + begin * PANEL, length, sums + r * PANEL);
+      add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.stride + begin,
+                     product.stride, weights + begin * PANEL, length, sums + r * PANEL);
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) {

@@ -21,7 +21,6 @@ namespace {
 constexpr int VECTORS = 2;                 // of a panel's columns
 constexpr int PANEL = VECTORS * LANES;     // columns
 constexpr int ROWS = LANES == 16 ? 8 : 6;  // with VECTORS they fill the registers
-constexpr int64_t AHEAD = 2048;            // bytes: how far ahead a panel is fetched
 
 // How a processor multiplies: DEPTH neighbours of a row with as many numbers of each of a vector's columns.
 template <typename T>
@@ -56,18 +55,14 @@ struct Multiply<Bfloat16> {
 #endif
 
 // Add the products of some rows with a piece of a panel to their sums, [rows, PANEL]. length: of the piece.
-// IS_FIRST: they are fetched ahead, and the next rows will find them in a cache.
 // R numbers the rows, J the pairs of row and vector. (Packs, and not loops: a compiler keeps an array in registers
 // only if its indices are constants.)
-template <bool IS_FIRST, typename T, size_t... R, size_t... J>
+template <typename T, size_t... R, size_t... J>
 void add_block(const T* rows, int64_t stride, const T* panel, int64_t length, float* sums,
                std::index_sequence<R...>, std::index_sequence<J...>) {
   using By = Multiply<T>;
   Lanes total[] = {load(sums + J * LANES)...};
   for (int64_t i = 0; i < length; i += By::DEPTH, panel += PANEL * By::DEPTH) {
-    if constexpr (IS_FIRST)
-      for (size_t byte = 0; byte < PANEL * By::DEPTH * sizeof(T); byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(panel) + AHEAD + byte);
     const typename By::Columns columns[] = {By::load(panel), By::load(panel + LANES * By::DEPTH)};
     const typename By::Number numbers[] = {By::broadcast(rows + R * stride + i)...};
     (By::add(total[J], columns[J % VECTORS], numbers[J / VECTORS]), ...);
@@ -76,12 +71,12 @@ void add_block(const T* rows, int64_t stride, const T* panel, int64_t length, fl
 }
 
 // As `add_block`, for a number of rows that is not known in advance, of 1 to N.
-template <int N, bool IS_FIRST, typename T>
+template <int N, typename T>
 void add_some(int64_t num_rows, const T* rows, int64_t stride, const T* panel, int64_t length, float* sums) {
   if (num_rows == N)
-    return add_block<IS_FIRST>(rows, stride, panel, length, sums, std::make_index_sequence<N>(),
-                               std::make_index_sequence<N * VECTORS>());
-  if constexpr (N > 1) add_some<N - 1, IS_FIRST>(num_rows, rows, stride, panel, length, sums);
+    return add_block(rows, stride, panel, length, sums, std::make_index_sequence<N>(),
+                     std::make_index_sequence<N * VECTORS>());
+  if constexpr (N > 1) add_some<N - 1>(num_rows, rows, stride, panel, length, sums);
 }
 
 }  // namespace

@@ -145,8 +145,8 @@ void attend_block(const Task& task, const Call<T>& call) {
       const int64_t num_panels = (num_columns + PANEL - 1) / PANEL;
       std::fill(scores.begin(), scores.end(), 0.0f);
       for (int64_t p = 0; p < num_panels; ++p)
-        add_some<ROWS, false>(some, queries.data() + r * dim, dim, keys.data() + p * PANEL * dim, dim,
-                              scores.data() + p * ROWS * PANEL);
+        add_some<ROWS>(some, queries.data() + r * dim, dim, keys.data() + p * PANEL * dim, dim,
+                       scores.data() + p * ROWS * PANEL);
       float* const totals = sums.data() + r / ROWS * sums_size;
       for (int64_t i = 0; i < some; ++i) {
         const int64_t token = task.begin + (r + i) / group;
@@ -162,8 +162,8 @@ void attend_block(const Task& task, const Call<T>& call) {
             }
       }
       for (int64_t p = 0; p < value_panels; ++p)
-        add_some<ROWS, false>(some, weights.data(), TILE, values.data() + p * PANEL * TILE,
-                              (num_columns + DEPTH - 1) / DEPTH * DEPTH, totals + p * ROWS * PANEL);
+        add_some<ROWS>(some, weights.data(), TILE, values.data() + p * PANEL * TILE,
+                       (num_columns + DEPTH - 1) / DEPTH * DEPTH, totals + p * ROWS * PANEL);
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) {  // a sink takes weight, but has no value

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.packing import MIN_WEIGHTS
 from shared.types.units import ceil_div
 
@@ -73,13 +74,14 @@ class ProductKernel:
         """See `Packing`."""
         return 0
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, regions: RegionTensors) -> Tensor:
         """See `Packing`; [panels, pieces, panel, depth] as `packed_product.cpp` describes it."""
         depth = self._depths[weight.dtype]
         outputs, inputs = weight.shape
         panels, pieces = ceil_div(outputs, self._panel), ceil_div(inputs, depth)
         whole = pad(weight, (0, pieces * depth - inputs, 0, panels * self._panel - outputs))
-        return whole.view(panels, self._panel, pieces, depth).transpose(1, 2).contiguous()
+        packed = regions.take((panels, pieces, self._panel, depth), weight.dtype)
+        return packed.copy_(whole.view(panels, self._panel, pieces, depth).transpose(1, 2))
 
     def unpack(self, packed: Tensor, out_features: int, in_features: int) -> Tensor:
         """See `Packing`."""
@@ -131,7 +133,8 @@ def _why_wrong(kernel: ProductKernel, dtype: torch.dtype) -> str:
             torch.randn(*sizes, generator=random).to(dtype)
             for sizes in ((rows, inputs), (outputs, inputs), (outputs,))
         )
-        found = kernel.multiply(states, kernel.pack(weight), bias, outputs).float()
+        packed = kernel.pack(weight, RegionTensors())
+        found = kernel.multiply(states, packed, bias, outputs).float()
         expected = linear(states.float(), weight.float(), bias.float())
         off = (found - expected).abs().max() / expected.abs().max()
         if not off <= TOLERANCE[dtype]:  # also if it is NaN

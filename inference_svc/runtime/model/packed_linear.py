@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.packing import Packing
 
 MOST_KEPT_BYTES = 2**31  # most bytes of a model's packed weights that are also kept as stored
@@ -26,19 +27,27 @@ class PackedLinear(nn.Module):
     packed: Tensor  # a buffer in the packing's order
     stored: Tensor | None  # the weights as stored, for few rows; None: they are not kept
 
-    def __init__(self, linear: nn.Linear, packing: Packing, *, keeps_stored: bool = False) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        packing: Packing,
+        regions: RegionTensors,
+        *,
+        keeps_stored: bool = False,
+    ) -> None:
         """Pack the weights of `linear`, which is not changed.
 
         Args:
             linear: the layer.
             packing: packs and multiplies.
+            regions: memory for packed weights.
             keeps_stored: whether stored weights are kept, if few rows are multiplied with them.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packing = packing
         weight = linear.weight.detach()
-        self.register_buffer("packed", packing.pack(weight), persistent=False)
+        self.register_buffer("packed", packing.pack(weight, regions), persistent=False)
         self._few_rows = packing.few_rows(weight.dtype) if keeps_stored else 0
         self.register_buffer("stored", weight if self._few_rows else None, persistent=False)
         self.bias = linear.bias
@@ -93,10 +102,12 @@ def pack_weights(model: nn.Module, packing: Packing) -> int:
         if part not in places
         for weight in part.parameters(recurse=False)
     }
+    regions = RegionTensors()
     while places:  # pops each layer, so that its weights are freed before the next is packed
-        layer, parents = places.popitem()
+        layer = next(iter(places))  # in the order in which a forward reads them
+        parents = places.pop(layer)
         is_kept = is_small or id(layer.weight) in shared
-        packed = PackedLinear(layer, packing, keeps_stored=is_kept)
+        packed = PackedLinear(layer, packing, regions, keeps_stored=is_kept)
         for parent, name in parents:
             setattr(parent, name, packed)
     return packed_bytes(model)

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.memory import RegionTensors
+
 # Least weights of a packed layer: below, a call takes longer than what it saves.
 MIN_WEIGHTS = 2**16
 MIN_WEIGHTS_ONEDNN_FLOAT32 = 2**19  # where one row of fewer takes longer than by torch's product
@@ -39,8 +41,13 @@ class Packing(Protocol):
     def few_rows(self, dtype: torch.dtype) -> int:
         """Return the most rows that `linear` multiplies faster, with stored weights; 0: none."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Return weights, [out_features, in_features], in the kernel's order."""
+    def pack(self, weight: Tensor, regions: RegionTensors) -> Tensor:
+        """Return weights in the kernel's order.
+
+        Args:
+            weight: [out_features, in_features].
+            regions: memory for them, from which they are read fastest.
+        """
 
     def unpack(self, packed: Tensor, out_features: int, in_features: int) -> Tensor:
         """Undo `pack`: the same weights to the bit."""
@@ -69,7 +76,7 @@ class OneDnnPacking:
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str:
         """See `Packing`; only a try shows it."""
         try:
-            packed = self.pack(torch.zeros(4, 4, device=device, dtype=dtype))
+            packed = self.pack(torch.zeros(4, 4, device=device, dtype=dtype), RegionTensors())
             self.multiply(torch.zeros(1, 4, device=device, dtype=dtype), packed, None, 4)
         except (AttributeError, NotImplementedError, RuntimeError):
             return f"torch has no packed product of {str(dtype).removeprefix('torch.')} here"
@@ -85,8 +92,8 @@ class OneDnnPacking:
         """See `Packing`."""
         return FEW_ROWS if dtype == torch.float32 else 0
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """See `Packing`; the result has an opaque layout."""
+    def pack(self, weight: Tensor, _regions: RegionTensors) -> Tensor:
+        """See `Packing`; the result has an opaque layout, and memory that oneDNN allocates."""
         kernels = torch.ops.mkldnn  # torch's own compiler calls them; they have no public name
         packed: Tensor = kernels._reorder_linear_weight.default(weight, None)  # noqa: SLF001
         return packed

@@ -11,8 +11,11 @@ import torch
 
 from inference_svc.runtime import memory
 from inference_svc.runtime.memory import (
+    ALIGNMENT,
     HEAP_BYTES,
     HUGE_PAGE_BYTES,
+    REGION_BYTES,
+    RegionTensors,
     ThreadScratch,
     allocate_region,
     keep_freed_memory,
@@ -74,6 +77,33 @@ def test_scratch_is_reallocated_only_if_it_is_too_small():
         assert (view.shape, view.data_ptr()) == (sizes, first.data_ptr())
     assert scratch.take(13).data_ptr() != first.data_ptr()
     assert scratch.take(2, 6).untyped_storage().nbytes() == 13 * 4
+
+
+def test_tensors_of_a_region_lie_beside_each_other():
+    """And begin where a cache's line does; a large one has a region of its own."""
+    regions = RegionTensors()
+    first = regions.take((3, 5), torch.float32)
+    second = regions.take((7,), torch.bfloat16)
+    large = regions.take((REGION_BYTES + 1,), torch.uint8)
+    assert (first.shape, first.dtype) == ((3, 5), torch.float32)
+    assert (second.shape, second.dtype) == ((7,), torch.bfloat16)
+    assert second.data_ptr() - first.data_ptr() == ALIGNMENT
+    assert large.data_ptr() % ALIGNMENT == 0
+    assert large.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    first.fill_(1)
+    second.fill_(2)
+    assert first.sum() == 15
+
+
+def test_a_region_is_freed_with_the_last_of_its_tensors():
+    regions = RegionTensors()
+    tensors = [regions.take((REGION_BYTES // 2,), torch.uint8) for _ in range(2)]
+    address = f"{tensors[0].data_ptr():x}-"
+    del regions
+    del tensors[0]
+    assert address in Path("/proc/self/maps").read_text()
+    tensors.clear()
+    assert address not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel cannot allocate pages beforehand")

@@ -15,12 +15,14 @@ from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.traced_forward import UntraceableError
 from inference_svc.runtime.cpu import product_kernel
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from inference_svc.runtime.model.packing import OneDnnPacking
 from tests.sampled import sampled
 
 ONEDNN = OneDnnPacking()
+REGIONS = RegionTensors()
 FAMILIES = [
     "llama",
     "llama-yarn",
@@ -128,9 +130,9 @@ def test_packed_layers_have_a_graph_for_few_tokens_and_one_for_many(tiny, build)
     """And give what they give without."""
     model = build("llama")
     for layer in model.model.layers:
-        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, keeps_stored=True)
-        layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN)
-    model.lm_head = PackedLinear(model.lm_head, ONEDNN, keeps_stored=True)
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, REGIONS, keeps_stored=True)
+        layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN, REGIONS)
+    model.lm_head = PackedLinear(model.lm_head, ONEDNN, REGIONS, keeps_stored=True)
     packed = described(model), calibrate(described(model))
     compiled = CompiledForward(*packed, "eager")
     assert compiled.num_graphs == 3  # of 1 token, 2 or 3, and more
@@ -219,7 +221,7 @@ def test_kernels_of_another_model_of_the_same_shape_have_its_weights(tiny, build
             for parameter in model.parameters():
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
         for layer in model.model.layers:
-            layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN)
+            layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN, REGIONS)
         packed = described(model), calibrate(described(model))
         runner = ModelRunner(*packed, compiled=CompiledForward(*packed))
         check_same(tiny("llama"), runner, ModelRunner(*packed))

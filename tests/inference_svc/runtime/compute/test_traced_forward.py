@@ -6,11 +6,13 @@ import torch
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.traced_forward import TracedForward, UntraceableError
 from inference_svc.runtime.cpu import product_kernel
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from inference_svc.runtime.model.packing import OneDnnPacking
 
 ONEDNN = OneDnnPacking()
+REGIONS = RegionTensors()
 LOTS = 10_000
 
 
@@ -52,8 +54,8 @@ def test_a_layer_that_counts_tokens_ends_the_range(tiny, build):
     model = build("llama")
     loaded = describe_model(model, tokenizer=None, name="llama", fingerprint="0" * 32)
     for layer in model.model.layers:
-        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, keeps_stored=True)
-    model.lm_head = PackedLinear(model.lm_head, ONEDNN, keeps_stored=True)
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, ONEDNN, REGIONS, keeps_stored=True)
+    model.lm_head = PackedLinear(model.lm_head, ONEDNN, REGIONS, keeps_stored=True)
     few = TracedForward(loaded, calibrate(loaded), 2)
     few.check()
     assert (few.tokens, few.rows) == (range(2, 4), range(2, 4))

@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from inference_svc.runtime.cpu.native_library import load_library
 from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.memory import RegionTensors
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,7 +48,7 @@ def test_it_is_torchs_product(kernel, dtype, rows, inputs, outputs, has_bias):
     weight, bias = make_layer(outputs, inputs, dtype)
     states = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     added = bias if has_bias else None
-    found = kernel.multiply(states, kernel.pack(weight), added, outputs)
+    found = kernel.multiply(states, kernel.pack(weight, RegionTensors()), added, outputs)
     expected = linear(states.float(), weight.float(), bias.float() if has_bias else None)
     assert (found.dtype, found.shape) == (dtype, (rows, outputs))
     torch.testing.assert_close(found.float(), expected, **TOLERANCES[dtype])
@@ -59,7 +60,7 @@ def test_a_rows_product_does_not_depend_on_other_rows(kernel, dtype, inputs):
     """To the bit: so a session's answer is the same beside all others."""
     skip_unless_usable(kernel, dtype)
     weight, bias = make_layer(70, inputs, dtype)
-    packed, states = kernel.pack(weight), torch.randn(150, inputs).to(dtype)
+    packed, states = kernel.pack(weight, RegionTensors()), torch.randn(150, inputs).to(dtype)
     whole = kernel.multiply(states, packed, bias, 70)
     for first, count in ((0, 1), (3, 2), (9, 8), (60, 9), (1, 149)):
         part = kernel.multiply(states[first : first + count], packed, bias, 70)
@@ -76,7 +77,7 @@ def threads():
 @pytest.mark.parametrize("rows", [1, 150])
 def test_more_threads_change_no_bit(kernel, threads, rows):
     weight, bias = make_layer(1000, 600)
-    packed, states = kernel.pack(weight), torch.randn(rows, 600)
+    packed, states = kernel.pack(weight, RegionTensors()), torch.randn(rows, 600)
     found = []
     for number in (1, 2, 3):
         threads(number)
@@ -90,7 +91,7 @@ def test_states_may_have_any_shape_and_strides(kernel, dtype):
     """Models hand over slices and transposed tensors."""
     skip_unless_usable(kernel, dtype)
     weight, _ = make_layer(40, 64, dtype)
-    packed, base = kernel.pack(weight), torch.randn(2, 64, 3, 128).to(dtype)
+    packed, base = kernel.pack(weight, RegionTensors()), torch.randn(2, 64, 3, 128).to(dtype)
     for states in (
         base[:, :3, :, :64],
         base[..., ::2],
@@ -108,12 +109,12 @@ def test_states_may_have_any_shape_and_strides(kernel, dtype):
 def test_unpacked_weights_are_the_same(kernel, dtype, outputs, inputs):
     skip_unless_usable(kernel, dtype)
     weight, _ = make_layer(outputs, inputs, dtype)
-    assert torch.equal(kernel.unpack(kernel.pack(weight), outputs, inputs), weight)
+    assert torch.equal(kernel.unpack(kernel.pack(weight, RegionTensors()), outputs, inputs), weight)
 
 
 def test_states_that_do_not_fit_are_refused(kernel):
     """As by torch's product; the kernel itself would read other memory."""
-    packed = kernel.pack(make_layer(40, 64)[0])
+    packed = kernel.pack(make_layer(40, 64)[0], RegionTensors())
     for states in (torch.zeros(2, 63), torch.zeros(2, 65), torch.zeros(2, 64).bfloat16()):
         with pytest.raises(RuntimeError, match=r"do not fit weights of .* 64 inputs"):
             kernel.multiply(states, packed, None, 40)
@@ -141,7 +142,7 @@ def test_a_trace_has_it_as_an_operator(kernel):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     weight, bias = make_layer(40, 64)
-    packed = kernel.pack(weight)
+    packed = kernel.pack(weight, RegionTensors())
 
     def multiply(states):
         return kernel.multiply(states, packed, bias, 40)

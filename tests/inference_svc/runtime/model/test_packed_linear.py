@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model import packed_linear
 from inference_svc.runtime.model.packed_linear import (
     PackedLinear,
@@ -27,6 +28,7 @@ CPU = torch.device("cpu")
 WIDTH = 768  # of a packed layer with as many inputs as outputs
 WIDE = 2 * MIN_WEIGHTS_ONEDNN_FLOAT32 // WIDTH
 ONEDNN = OneDnnPacking()
+REGIONS = RegionTensors()
 
 
 class _Model(nn.Module):
@@ -68,7 +70,7 @@ def packing(request):
 
 def test_packed_weights_are_not_part_of_the_state_dict(packing):
     """Torch could not save them."""
-    assert list(PackedLinear(nn.Linear(256, 256), packing).state_dict()) == ["bias"]
+    assert list(PackedLinear(nn.Linear(256, 256), packing, REGIONS).state_dict()) == ["bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +82,7 @@ def test_products_equal_those_of_the_layer_up_to_rounding(packing, dtype, rows):
     linear = nn.Linear(300, 257).to(dtype)
     states = torch.randn(1, 300, rows, dtype=dtype).transpose(1, 2)
     with torch.inference_mode():
-        products, expected = PackedLinear(linear, packing)(states), linear(states)
+        products, expected = PackedLinear(linear, packing, REGIONS)(states), linear(states)
     assert products.shape == expected.shape == (1, rows, 257)
     torch.testing.assert_close(
         products, expected, rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-5
@@ -90,7 +92,10 @@ def test_products_equal_those_of_the_layer_up_to_rounding(packing, dtype, rows):
 def test_a_rows_product_does_not_depend_on_other_rows():
     """With oneDNN if its kernel is the same; ours has a stricter test."""
     torch.manual_seed(0)
-    layer, states = PackedLinear(nn.Linear(576, 192), ONEDNN), torch.randn(300, 576)
+    layer, states = (
+        PackedLinear(nn.Linear(576, 192), ONEDNN, REGIONS),
+        torch.randn(300, 576),
+    )
     with torch.inference_mode():
         whole = layer(states)
         assert all(torch.equal(layer(states[:rows]), whole[:rows]) for rows in (1, 2, 8, 17, 128))
@@ -111,7 +116,7 @@ def test_only_large_layers_are_packed(model, packing):
 
 def packed_outputs(packing):
     """Return the outputs of the head, with those that fill its last panel."""
-    return packing.pack(torch.zeros(WIDE, 1)).numel()
+    return packing.pack(torch.zeros(WIDE, 1), REGIONS).numel()
 
 
 def test_small_layers_are_packed_unless_one_row_takes_longer(packing):
