@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvd.core.records.actions import (
     IoOutcome,
@@ -243,6 +243,14 @@ def _ignore_progress(_num_layers: int) -> None:
     """Do nothing: no load waits for the layers of a scrub."""
 
 
+class _Operation(NamedTuple):
+    """A write, or a copy of an extent, that is under way."""
+
+    op_id: int
+    began_s: float
+    is_copy: bool
+
+
 class BlockWriter:
     """The writes of one layout, copies of extents among them, and the thread that syncs them.
 
@@ -273,18 +281,17 @@ class BlockWriter:
         self._memory_of = memory_of
         self._histograms = histograms
         self._report = report
-        self._began_s: dict[int, float] = {}  # operation → time; of writes, not of copies
-        self._waiting: deque[WriteBlock] = deque()
+        self._waiting: deque[tuple[_Operation, WriteBlock]] = deque()
         self._lock = threading.Lock()  # one thread at a time takes a run of waiting writes
-        self.syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
+        self.syncer: BatchWorker[tuple[_Operation, Written]] = BatchWorker(
             name, self._sync, MAX_SYNC_BATCH
         )
 
     def write(self, action: WriteBlock) -> None:
         """Begin a write; returns at once."""
-        self._began_s[action.op_id] = time.monotonic()
+        operation = _Operation(action.op_id, time.monotonic(), is_copy=False)
         num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
-        self._waiting.append(action)
+        self._waiting.append((operation, action))
         # There are as many jobs as blocks, though one job may write several. So bytes in flight
         # exceed the budget by MAX_RUN_BYTES per thread at most, and a job that finds no block left
         # costs nothing.
@@ -292,10 +299,11 @@ class BlockWriter:
 
     def relocate(self, action: RelocateBlock) -> None:
         """Begin to copy an extent; returns at once."""
+        operation = _Operation(action.op_id, time.monotonic(), is_copy=True)
         num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
-        self._pool.submit(Priority.BACKGROUND, num_bytes, partial(self._copy, action))
+        self._pool.submit(Priority.BACKGROUND, num_bytes, partial(self._copy, operation, action))
 
-    def _copy(self, action: RelocateBlock, staging: Staging) -> None:
+    def _copy(self, operation: _Operation, action: RelocateBlock, staging: Staging) -> None:
         written = run_guarded(
             "copy_failed_unexpectedly",
             lambda: self._volume.copy(action.source, action.extent, action.num_tokens, staging),
@@ -303,9 +311,9 @@ class BlockWriter:
             extent=action.extent,
         )
         if written.outcome is IoOutcome.OK:
-            self.syncer.put((action.op_id, written))
+            self.syncer.put((operation, written))
         else:
-            self._report_ended([(action.op_id, written.outcome)])
+            self._report_ended([(operation, written.outcome)])
 
     def _job(self, staging: Staging) -> None:
         """Write the block that has waited longest, and those that follow it on SSD."""
@@ -314,22 +322,22 @@ class BlockWriter:
             return
         written = run_guarded(
             "write_failed_unexpectedly",
-            lambda: self._volume.write([self._to_write(action) for action in run], staging),
+            lambda: self._volume.write([self._to_write(action) for _, action in run], staging),
             Written(IoOutcome.TRANSIENT, 0, 0),
-            extent=run[0].extent,
+            extent=run[0][1].extent,
         )
         if written.outcome is IoOutcome.OK:
-            for action in run:
-                self.syncer.put((action.op_id, written))
+            for operation, _ in run:
+                self.syncer.put((operation, written))
         else:
-            self._report_ended([(action.op_id, written.outcome) for action in run])
+            self._report_ended([(operation, written.outcome) for operation, _ in run])
 
-    def _take_run(self) -> list[WriteBlock]:
-        run: list[WriteBlock] = []
+    def _take_run(self) -> list[tuple[_Operation, WriteBlock]]:
+        run: list[tuple[_Operation, WriteBlock]] = []
         max_blocks = max(1, MAX_RUN_BYTES // self._volume.shape.full_bytes)
         with self._lock:
             while self._waiting and len(run) < max_blocks:
-                if run and not self._volume.follows(self._waiting[0], run[-1]):
+                if run and not self._volume.follows(self._waiting[0][1], run[-1][1]):
                     break
                 run.append(self._waiting.popleft())
         return run
@@ -344,22 +352,21 @@ class BlockWriter:
             tenant=action.tenant,
         )
 
-    def _sync(self, batch: list[tuple[int, Written]]) -> None:
-        op_ids, written = zip(*batch, strict=True)
+    def _sync(self, batch: list[tuple[_Operation, Written]]) -> None:
+        operations, written = zip(*batch, strict=True)
         outcomes = run_guarded(
             "sync_failed_unexpectedly",
             lambda: self._volume.sync(written),
             [IoOutcome.TRANSIENT] * len(batch),
             blocks=len(batch),
         )
-        self._report_ended(list(zip(op_ids, outcomes, strict=True)))
+        self._report_ended(list(zip(operations, outcomes, strict=True)))
 
-    def _report_ended(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
+    def _report_ended(self, outcomes: Sequence[tuple[_Operation, IoOutcome]]) -> None:
         def complete(engine: "CacheEngine") -> None:
             now_s = time.monotonic()
-            for op_id, outcome in outcomes:
-                began_s = self._began_s.pop(op_id, None)
-                if began_s is None:
+            for (op_id, began_s, is_copy), outcome in outcomes:
+                if is_copy:
                     engine.relocations.relocate_done(op_id, outcome)
                 else:
                     self._histograms.write_s.observe(now_s - began_s)
