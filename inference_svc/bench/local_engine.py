@@ -260,6 +260,7 @@ async def running_engine(
     kv_tokens: int,
     cache: Mapping[str, Any] | None = None,
     scheduler: Mapping[str, Any] | None = None,
+    compiling: Literal["off", "step"] = "off",
 ) -> AsyncIterator[LocalEngine]:
     """Run an engine inside the block, attached to kvd; without a kvd it recomputes.
 
@@ -271,6 +272,7 @@ async def running_engine(
         kv_tokens: value of the setting scheduler.kv_tokens.
         cache: more settings of the section cache, by key.
         scheduler: more settings of the section scheduler, by key.
+        compiling: value of the setting model.compile.
     """
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:
@@ -278,7 +280,7 @@ async def running_engine(
     check_room(kv_tokens * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
-            "model": {"device": str(model.loaded.device)},
+            "model": {"device": str(model.loaded.device), "compile": compiling},
             "cache": {**mode, **(cache or {})},
             "scheduler": {"kv_tokens": kv_tokens, "draft_tokens": 0, **(scheduler or {})},
         }

@@ -234,6 +234,8 @@ def _write(asked: argparse.Namespace, figures: Figures, what: str) -> None:
 def main() -> None:
     """Measure, and print tables of CPU seconds and of wall-clock seconds."""
     asked = _parser().parse_args()
+    if asked.compiled:
+        os.environ["COMPILE"] = "step"  # for the adapter
     here = str(asked.model)
     asked.engines = [
         Choice(OURS, sys.executable, here),
@@ -268,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=PYTHON[:MODEL]",
         help="an engine with an adapter, the interpreter that has it, its form of the model",
     )
+    parser.add_argument("--compiled", action="store_true", help='ours with model.compile = "step"')
     parser.add_argument("--rounds", type=int, default=9, help="of the steps")
     parser.add_argument("--restarts", type=int, default=9, help="rounds of restarts")
     parser.add_argument("--replays", type=int, default=3, help="rounds of the conversations")

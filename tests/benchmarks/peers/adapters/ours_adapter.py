@@ -1,9 +1,11 @@
 """Adapter of this engine as the service runs it, with its kvd, which outlives it.
 
-The store is kvd's runtime directory; without one, history that is not resident is recomputed.
+The store is kvd's runtime directory; without one, history that is not resident is recomputed. The
+environment's COMPILE is the setting `model.compile`.
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -66,7 +68,10 @@ class Ours:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._running = running_engine(
-            Model(loaded, calibration), _Kvd(Path(store)), kv_tokens=kv_tokens
+            Model(loaded, calibration),
+            _Kvd(Path(store)),
+            kv_tokens=kv_tokens,
+            compiling=os.environ.get("COMPILE", "off"),
         )
         self._engine: LocalEngine = self._await(self._running.__aenter__())
 
