@@ -44,20 +44,19 @@ inline float joined(Lanes x, Join join) {
 inline float largest_of(Lanes x) { return joined(x, larger); }
 inline float sum_of(Lanes x) { return joined(x, [](Lanes a, Lanes b) { return a + b; }); }
 
-// e^x for x <= 0 by Cephes' polynomial, to about 2 units in the last place; 0 for what is no normal float.
+// e^x for x <= 0, to about 2 units in the last place: 2^n 2^r with r in [-1/2, 1/2]. 0 if it is no normal float, 1 for 0.
 inline Lanes exp_of(Lanes x) {
-  const Lanes bounded = larger(x, all(-87.0f));
-  const Ints power = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);  // the nearest, as x <= 0
-  const Lanes n = __builtin_convertvector(power, Lanes);
-  const Lanes r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Lanes result = (p * r * r + r + 1.0f) * (Lanes)((power + 127) << 23);  // 2^power by its bits
-  return x < all(-87.0f) ? Lanes{} : result;
+  const Lanes t = larger(x * 1.44269504f, all(-127.0f));
+  const Lanes rounded = t + 12582912.0f;  // so large a number has no digits left behind the point
+  const Lanes r = t - (rounded - 12582912.0f);
+  Lanes p = all(1.5345811824e-4f);  // a polynomial that is the nearest to 2^r
+  p = p * r + 1.3399931218e-3f;
+  p = p * r + 9.6184889578e-3f;
+  p = p * r + 5.5503287770e-2f;
+  p = p * r + 2.4022646891e-1f;
+  p = p * r + 6.9314720574e-1f;
+  p = p * r + 1.0f;
+  return p * (Lanes)(((Bits)rounded << 23) + (127u << 23));  // 2^n by its bits, which are 0 for n = -127
 }
 inline float exp_of(float x) { return exp_of(all(x))[0]; }
 

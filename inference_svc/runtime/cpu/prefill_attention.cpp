@@ -19,7 +19,8 @@
 namespace {
 
 constexpr int64_t TILE = 256;        // tokens
-constexpr int64_t BLOCK = 256;       // rows of queries
+constexpr int64_t BLOCK = 768;       // rows of queries, for which a tile is packed once
+constexpr int64_t LEAST_BLOCK = 64;  // where there are more threads than larger blocks
 constexpr int64_t SERIAL = 1 << 15;  // multiplications for which no other thread is woken
 
 // heads: of queries. softcap: 0 if there is none. query: [tokens, heads, dim]; out: [tokens, heads, value_dim].
@@ -178,18 +179,29 @@ void attend_block(const Task& task, const Call<T>& call) {
   }
 }
 
+// Divide a call into tasks of `block` rows at most.
 template <typename T>
-void attend(const Part* parts, int64_t num_parts, const Call<T>& call, int threads) {
+std::vector<Task> divide(const Part* parts, int64_t num_parts, const Call<T>& call, int64_t block) {
   std::vector<Task> tasks;
-  const int64_t block_tokens = std::max<int64_t>(1, BLOCK / call.group);
-  int64_t row = 0, work = 0;
+  const int64_t block_tokens = std::max<int64_t>(1, block / call.group);
+  int64_t row = 0;
   for (const Part* part = parts; part < parts + num_parts; ++part) {
-    work += part->num_tokens * (part->end - part->first) * call.heads() * call.dim;
     for (int64_t head = 0; head < call.kv_heads; ++head)
       for (int64_t begin = 0; begin < part->num_tokens; begin += block_tokens)
         tasks.push_back({part, row + begin, head, begin, std::min(begin + block_tokens, part->num_tokens)});
     row += part->num_tokens;
   }
+  return tasks;
+}
+
+template <typename T>
+void attend(const Part* parts, int64_t num_parts, const Call<T>& call, int threads) {
+  int64_t work = 0, block = BLOCK;
+  for (const Part* part = parts; part < parts + num_parts; ++part)
+    work += part->num_tokens * (part->end - part->first) * call.heads() * call.dim;
+  std::vector<Task> tasks = divide(parts, num_parts, call, block);
+  while (threads > 1 && block > LEAST_BLOCK && int64_t(tasks.size()) < 3 * threads)
+    tasks = divide(parts, num_parts, call, block /= 2);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (work > SERIAL)
   for (size_t t = 0; t < tasks.size(); ++t) attend_block(tasks[t], call);
 }
