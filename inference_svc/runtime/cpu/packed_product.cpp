@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 64;
+constexpr int64_t BLOCK_ROWS = 256;
 constexpr int64_t BLOCK_INNER = 2048;         // with PANEL it is a part of the second cache
 constexpr int64_t SERIAL = 1 << 18;           // multiplications for which no other thread is woken
 
