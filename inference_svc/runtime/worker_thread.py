@@ -23,7 +23,7 @@ class WorkerThread:
         CancelledError: a thread cannot be interrupted, and the caller may only release what the
         call uses when the thread no longer uses it.
         """
-        # Fewer turns of the event loop than with `run_in_executor`, whose future has to be shielded.
+        # The future of `run_in_executor` would have to be shielded: another turn of the event loop.
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         called = self._executor.submit(call, *args, **kwargs)

@@ -13,8 +13,8 @@ coefficients ≥ 0. It has to cope with the timings of a busy machine:
   with RUN strange observations in a row, all older observations are scaled by the median ratio of
   these.
 
-Pure; an observation costs microseconds, an estimate some tens of them after a new observation: every
-step is observed, and few are followed by an estimate. So sums are computed for estimates only.
+Pure; an observation costs microseconds, an estimate some tens of them after a new observation. All
+steps are observed and few are followed by an estimate, so sums are computed for estimates only.
 Three unknowns do not need a library: `least_squares` is exact by trying all choices.
 
 *Source:* exponential forgetting: Ljung, System Identification, §11.2; robustness by medians:
