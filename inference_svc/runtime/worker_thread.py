@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -22,10 +23,21 @@ class WorkerThread:
         CancelledError: a thread cannot be interrupted, and the caller may only release what the
         call uses when the thread no longer uses it.
         """
+        # The future of `run_in_executor` would have to be shielded: another turn of the event loop.
         loop = asyncio.get_running_loop()
-        return await _wait_until_done(
-            loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
-        )
+        ended = loop.create_future()
+        called = self._executor.submit(call, *args, **kwargs)
+        called.add_done_callback(lambda _: _report_end(loop, ended))
+        try:
+            await ended
+        except asyncio.CancelledError:
+            await asyncio.wait({asyncio.wrap_future(called)})
+            if not called.cancelled():
+                called.exception()  # dropped
+            raise
+        if called.cancelled():  # the thread was closed before
+            raise asyncio.CancelledError
+        return called.result()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call for the thread, for callers outside of the event loop.
@@ -40,11 +52,12 @@ class WorkerThread:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-async def _wait_until_done(future: "asyncio.Future[T]") -> T:
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait({future})
-        if not future.cancelled():
-            future.exception()  # retrieved, so that asyncio does not log it as never retrieved
-        raise
+def _report_end(loop: asyncio.AbstractEventLoop, ended: "asyncio.Future[None]") -> None:
+    """Set a future of an event loop, from any thread; do nothing if the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_set, ended)
+
+
+def _set(ended: "asyncio.Future[None]") -> None:
+    if not ended.done():  # else its waiter was cancelled
+        ended.set_result(None)

@@ -37,6 +37,10 @@ class Transitions(Generic[State]):
         """Return the events that may happen in a state; none in a final one."""
         return frozenset(self._moves[state])
 
+    def is_final(self, state: State) -> bool:
+        """Whether nothing may happen in a state any more."""
+        return not self._by_id[id(state)]
+
     def diagram(self) -> str:
         """Return the machine as a Mermaid diagram, with one arrow from a state to another."""
         arrows: dict[tuple[State, State], list[str]] = {}

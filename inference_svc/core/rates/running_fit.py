@@ -13,7 +13,8 @@ coefficients ≥ 0. It has to cope with the timings of a busy machine:
   with RUN strange observations in a row, all older observations are scaled by the median ratio of
   these.
 
-Pure; an observation costs microseconds, an estimate some tens of them after a new observation.
+Pure; an observation costs microseconds, an estimate some tens of them after a new observation. All
+steps are observed and few are followed by an estimate, so sums are computed for estimates only.
 Three unknowns do not need a library: `least_squares` is exact by trying all choices.
 
 *Source:* exponential forgetting: Ljung, System Identification, §11.2; robustness by medians:
@@ -123,9 +124,14 @@ class _Observation:
 
 @dataclass
 class _Group:
-    """Observations of similar work, with their part of the normal equations."""
+    """Observations of similar work, with their part of the normal equations.
+
+    Attributes:
+        is_summed: whether the sums below are those of the observations.
+    """
 
     observations: deque[_Observation] = field(default_factory=lambda: deque(maxlen=GROUP_LENGTH))
+    is_summed: bool = False
     matrix: list[list[float]] = field(default_factory=list)
     vector: list[float] = field(default_factory=list)
     weight: float = 0.0
@@ -145,7 +151,10 @@ class _Group:
         return median_low(observation.seconds for observation in self.observations)
 
     def add_up(self) -> None:
-        """Compute the sums again, weighted as of the newest observation."""
+        """Compute the sums again if they have changed, weighted as of the newest observation."""
+        if self.is_summed:
+            return
+        self.is_summed = True
         usual_s = self.usual_s()
         size = len(self.observations[-1].terms)
         self.matrix = [[0.0] * size for _ in range(size)]
@@ -190,7 +199,7 @@ class RunningFit:
         self._notice_change(group, seconds)
         self._number += 1
         group.observations.append(_Observation(self._number, tuple(terms), seconds))
-        group.add_up()
+        group.is_summed = False
         self._groups[key] = group
         if len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)
@@ -231,13 +240,15 @@ class RunningFit:
             for observation in known.observations:
                 if observation.number < first:
                     observation.seconds *= change
-            known.add_up()
+            known.is_summed = False
 
     def _solve(self) -> Solution | None:
         if self._number < MIN_OBSERVATIONS:
             return None
         if self._solution is None:
             size = range(self._num_terms)
+            for group in self._groups.values():
+                group.add_up()
             groups = [(group, group.factor(self._number)) for group in self._groups.values()]
             matrix = [[sum(f * g.matrix[i][j] for g, f in groups) for j in size] for i in size]
             vector = [sum(f * g.vector[i] for g, f in groups) for i in size]

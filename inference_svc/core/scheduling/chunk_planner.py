@@ -76,7 +76,7 @@ class ChunkPlanner:
             request.window_from = self.window_from(request.window_from, num_tokens, chunk.num_fed)
             if self._slots.write_window(request, num_tokens + chunk.num_fed):
                 moved.append(request)
-        return replace(found, moved=tuple(moved))
+        return replace(found, moved=tuple(moved)) if moved else found
 
     def window_from(self, window_from: int, num_tokens: int, num_new: int | None = None) -> int:
         """Return the first token that layers with a window hold once there is room for new tokens.

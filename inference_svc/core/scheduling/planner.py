@@ -109,8 +109,10 @@ class Planner:
         self._chunks = ChunkPlanner(limits, active, slots, residents, write_slots)
         self._prefixes = SharedPrefixes(limits, active, residents, slots, gate)
 
-    def plan(self, now_ns: int, drafts: Drafts) -> StepPlan:
-        """Make a plan; see `Scheduler.schedule`, which handles deadlines."""
+    def plan(
+        self, now_ns: int, drafts: Drafts, expired: tuple[Request, ...], deadline_ns: int | None
+    ) -> StepPlan:
+        """Make a plan; see `Scheduler.schedule`, which knows who has expired, and who is next."""
         sketch = _Sketch(now_ns)
         self._grow_or_preempt(sketch)
         wake_ns = self._start_ready(sketch)
@@ -120,7 +122,7 @@ class Planner:
         if not self._limits.keeps_residents:
             self._evict_unqueued(sketch)
         computed = self._chunks.plan(now_ns, drafts)
-        wakes_ns = [ns for ns in (wake_ns, computed.patience_ns) if ns is not None]
+        wakes_ns = [ns for ns in (wake_ns, computed.patience_ns, deadline_ns) if ns is not None]
         return StepPlan(
             computed.chunks,
             tuple(sketch.admitted),
@@ -128,6 +130,7 @@ class Planner:
             tuple(sketch.overflowed),
             tuple(sketch.evicted),
             grown=self._growths([*sketch.grown, *computed.moved]),
+            expired=expired,
             stalled=computed.stalled,
             unsaved=computed.unsaved,
             wake_ns=min(wakes_ns, default=None),
@@ -140,11 +143,9 @@ class Planner:
         for request in self._active.in_state(RequestState.RUNNING):
             if request.has_outgrown_slots and self._grow(request, sketch):
                 sketch.grown.append(request)
-            elif not self._can_preempt(request):
-                continue
-            elif request.has_outgrown_slots:
+            elif request.has_outgrown_slots and self._can_preempt(request):
                 self._preempt(request, sketch)
-            elif request.is_overflowing:
+            elif request.is_overflowing and self._can_preempt(request):
                 self._overflow(request, sketch)
 
     def _growths(self, grown: Sequence[Request]) -> tuple[Growth, ...]:

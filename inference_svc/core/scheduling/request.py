@@ -238,7 +238,7 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Whether it has finished, was cancelled, or failed."""
-        return not REQUEST_MOVES.events(self.state)
+        return REQUEST_MOVES.is_final(self.state)
 
     def capacity_to_admit(self, answer_tokens: int) -> int:
         """Return the number of tokens to admit it with: its tokens and an answer of usual length.

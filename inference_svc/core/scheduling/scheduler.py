@@ -27,7 +27,6 @@ Invariants (`check`):
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.ranges import Range
@@ -291,14 +290,13 @@ class Scheduler:
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
             self.end(request, RequestEvent.FAIL, now_ns)
-        plan = self._planner.plan(now_ns, drafts)
+        plan = self._planner.plan(now_ns, drafts, tuple(expired), self._deadlines.next_ns())
         for _ in plan.admitted:
             self._starts.record(now_ns)
         if len(self.queue):
             self.estimates.on_wait(now_ns)
         self.feed.interval_s = self.estimates.interval_s(self.queue)
-        wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
-        return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
+        return plan
 
     def traffic(self, request: Request, now_ns: int) -> Traffic:
         """Return the engine's other work while a request's history is to be loaded or computed."""

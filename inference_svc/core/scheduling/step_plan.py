@@ -259,6 +259,7 @@ def plan_chunks(
         request for request in running if not (request.has_outgrown_slots or request.is_overflowing)
     ]
     decoding = [request for request in growing if request.is_decoding]
+    prompts = [request for request in growing if not request.is_decoding]
     chunks, stalled = [], []
     free = free_write_slots
     # Slots for drafts: those that no decoding request needs for its next token.
@@ -275,10 +276,10 @@ def plan_chunks(
         if request.is_saved:
             free -= 1 + len(draft)
             spare -= len(draft)
-    left = prompt_budget(running, limits)
+    left = prompt_budget(running, limits) if prompts else 0
     free = min(free, max(1, limits.write_slots // 2))
-    for request in growing:
-        if left and not request.is_decoding:
+    for request in prompts:
+        if left:
             num_tokens = min(left, request.chunk_tokens, limits.chunk_tokens)
             if request.is_saved:
                 num_tokens = min(num_tokens, free)

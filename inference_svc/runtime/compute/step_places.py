@@ -123,16 +123,22 @@ class BufferedTokens(NamedTuple):
         components: keys, values and, if there are any, index keys of that memory.
         chosen: [n] indices into the step's tokens that are written; None: all are.
         places: the slots of these tokens.
+        cuts: by layer, the slots' rows of each component, [n, kv_heads, dim]; None: the slots are
+            not adjacent.
     """
 
     components: Sequence[SlotTensors]
     chosen: Tensor | None
     places: Places
+    cuts: Sequence[tuple[Tensor, ...]] | None
 
     @classmethod
     def of(cls, buffer: WriteBuffer, chosen: Tensor | None, places: Places) -> "BufferedTokens":
         """Return places in the memory of this buffer."""
-        return cls(buffer.components, chosen, places)
+        cuts = None
+        if places.are_adjacent:
+            cuts = list(zip(*map(places.cut, buffer.components), strict=True))
+        return cls(buffer.components, chosen, places, cuts)
 
     def write(self, layer_index: int, *components: Tensor, first: int = 0) -> None:
         """Write components of one layer's tokens.
@@ -142,8 +148,14 @@ class BufferedTokens(NamedTuple):
             components: before RoPE, [tokens, kv_heads, dim] each, of all tokens of the step.
             first: index of the first of them; 0: keys, 2: index keys.
         """
-        for component_index, tokens in enumerate(components, first):
-            rows = tokens if self.chosen is None else tokens.index_select(0, self.chosen)
+        if self.chosen is not None:
+            chosen = self.chosen
+            components = tuple(tokens.index_select(0, chosen) for tokens in components)
+        if self.cuts is not None:  # one call instead of four
+            targets = self.cuts[layer_index][first : first + len(components)]
+            torch._foreach_copy_(targets, components)
+            return
+        for component_index, rows in enumerate(components, first):
             self.places.write(self.components[component_index][layer_index], rows)
 
 

@@ -330,6 +330,15 @@ class Places:
             return tensor.narrow(0, self._first, self._num_slots), None
         return tensor, self._index
 
+    @property
+    def are_adjacent(self) -> bool:
+        """Whether the slots lie side by side, in order."""
+        return self._index is None
+
+    def cut(self, tensors: SlotTensors) -> Sequence[Tensor]:
+        """View adjacent slots' rows of every layer, [places, kv_heads, dim]."""
+        return tensors.cut(self._first, self._num_slots)
+
     def read(self, tensor: Tensor) -> Tensor:
         """Return the slots' rows, [places, kv_heads, dim]; a view if the slots are adjacent."""
         if self._index is None:

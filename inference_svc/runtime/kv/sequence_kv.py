@@ -19,8 +19,8 @@ Invariants:
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -39,7 +39,8 @@ def _leave_to_garbage_collection() -> None:
 class MemoryHold:
     """The hold on lent memory: it is reused only when its owner and all copies are done with it.
 
-    Every method may be called from any thread.
+    As a context manager it keeps the memory inside the block, which may be left in another thread;
+    blocks may overlap. Every method may be called from any thread.
     """
 
     def __init__(self, free: Callable[[], None] = _leave_to_garbage_collection) -> None:
@@ -49,9 +50,8 @@ class MemoryHold:
         self._num_holders = 0
         self._is_released = False
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep the memory inside the block, which may be left in another thread.
+    def __enter__(self) -> None:
+        """Keep the memory.
 
         Raises:
             AssertionError: the memory was released before.
@@ -60,14 +60,14 @@ class MemoryHold:
             if self._is_released:
                 raise AssertionError("released memory is taken hold of")
             self._num_holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_holders -= 1
-                is_last = self._is_released and self._num_holders == 0
-            if is_last:
-                self._free()
+
+    def __exit__(self, *_error: object) -> None:
+        """Keep it no longer."""
+        with self._lock:
+            self._num_holders -= 1
+            is_last = self._is_released and self._num_holders == 0
+        if is_last:
+            self._free()
 
     def release(self) -> None:
         """Release the memory for its owner: it is freed now, or by the last holder.
@@ -117,7 +117,7 @@ class LentKv(Generic[K]):
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep the memory from being reused inside the block, even if it is released meanwhile."""
-        return self.memory.hold()
+        return self.memory
 
 
 @dataclass(eq=False)

@@ -55,6 +55,8 @@ class KeySource:
         """
         argument: Tensor = calls[self.call_index][0][self.arg_index][0]
         unrotated = argument.transpose(0, 1) if self.seq_dim == 2 else argument
+        if self.width == cached.shape[-1]:
+            return unrotated
         return self.with_part(cached[0].transpose(0, 1), unrotated)
 
     def part(self, tokens: Tensor) -> Tensor:

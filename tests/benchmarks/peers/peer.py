@@ -61,13 +61,15 @@ class Answers:
         return self.tokens_s[0][0]
 
     def step_s(self) -> Seconds:
-        """Return the mean time of a step in which all prompts decode: one token each."""
+        """Return the mean time of a step in which all prompts decode: one token each.
+
+        Steps are counted in the answer that ends first: tokens of a step come one after another, so
+        that the others' tokens of its last step come behind the end.
+        """
         first = max(range(len(self.ids)), key=lambda index: self.tokens_s[index][0].wall)
         begun = self.tokens_s[first][0]
-        within = [time_s for row in self.tokens_s for time_s in row if time_s.wall > begun.wall]
-        end = min((row[-1] for row in self.tokens_s), key=lambda time_s: time_s.wall)
-        num_tokens = sum(time_s.wall <= end.wall for time_s in within)
-        num_steps = num_tokens / len(self.ids)
+        ended = min(self.tokens_s, key=lambda row: row[-1].wall)
+        end, num_steps = ended[-1], sum(time_s.wall > begun.wall for time_s in ended)
         return Seconds((end.wall - begun.wall) / num_steps, (end.cpu - begun.cpu) / num_steps)
 
 

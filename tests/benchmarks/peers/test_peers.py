@@ -40,13 +40,22 @@ def test_least_recently_used_sessions_are_released():
     assert sessions.all() == []
 
 
-def test_a_step_is_one_in_which_all_prompts_decode():
-    rows = [[1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 4.0, 5.0]]
-    answers = Answers(
+def answers_at(*rows):
+    return Answers(
         ids=[[0] * len(row) for row in rows],
         tokens_s=[[seconds(time_s, 10 * time_s) for time_s in row] for row in rows],
     )
+
+
+def test_a_step_is_one_in_which_all_prompts_decode():
+    answers = answers_at([1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 4.0, 5.0])
     assert answers.step_s() == seconds(2.5 / 3, 25 / 3)
+
+
+def test_tokens_of_a_step_may_come_one_after_another():
+    """The last step counts, although only one answer's token of it is before the end."""
+    answers = answers_at([1.0, 2.0, 3.0], [1.25, 2.25, 3.25], [1.5, 2.5, 3.5])
+    assert answers.step_s() == seconds(1.5 / 2, 15 / 2)
 
 
 def test_a_rounds_seconds_are_summed_without_warm_up():

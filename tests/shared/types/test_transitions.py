@@ -44,6 +44,7 @@ def test_nothing_happens_in_a_final_state():
     """In every other state some event is possible."""
     assert MOVES.events(Door.SHUT) == {"pull", "push", "fire"}
     assert MOVES.events(Door.BURNT) == set()
+    assert [state for state in Door if MOVES.is_final(state)] == [Door.BURNT]
 
 
 def test_a_drawing_has_one_arrow_between_two_states():
