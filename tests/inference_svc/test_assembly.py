@@ -1,5 +1,7 @@
 """How settings configure an engine's parts."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -149,3 +151,28 @@ def test_the_engine_has_the_devices_limits(model, monkeypatch):
         assert parts.engine.scheduler.write_slots.num_slots == write_slots
     finally:
         parts.close()
+
+
+ON_A_CPU = """
+import sys
+sys.modules["triton"] = None  # as where it is not installed
+from pathlib import Path
+from inference_svc.assembly import Model, assemble_engine
+from inference_svc.config import InferenceSettings
+from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.model.model_loader import load_model
+
+loaded = load_model(Path(sys.argv[1]))
+settings = InferenceSettings(cache={"mode": "recompute"}, scheduler={"kv_tokens": 512})
+parts = assemble_engine(settings, Model(loaded, calibrate(loaded)))
+print(parts.window_tokens)
+parts.close()
+"""
+
+
+def test_on_a_cpu_an_engine_is_assembled_without_triton(tiny_model):
+    """CPU builds of PyTorch do not bring it."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_CPU, tiny_model], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.split()[-1]) > 0

@@ -2,7 +2,8 @@
 
 The device's copy engines take about a microsecond per piece, and Python about as long to enqueue
 it, while the bus carries a layer's piece of a block in a microsecond. One launch of the kernel
-copies all tokens, and also those of several layers at once.
+copies all tokens, and also those of several layers at once. Triton is imported by the first launch:
+where a CPU computes, it may not be installed.
 """
 
 import math
@@ -11,11 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
 from inference_svc.runtime.memory import copy_to_device
+from shared.types.units import ceil_div
 
 # Number of programs, with 132 multiprocessors: enough to fill the bus, and the rest can compute.
 PROGRAMS_TO_DEVICE, PROGRAMS_TO_SLOTS = 12, 4
@@ -63,6 +63,8 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
         here: the same tokens on the device.
         to_slots: whether to copy to the slots; False: to the device.
     """
+    from inference_svc.runtime.cuda.kernels.slot_copies import copy_tokens
+
     memory = here.memory
     if not memory[0].is_contiguous():
         raise AssertionError(f"tokens whose elements lie apart: strides {memory.stride()}")
@@ -80,7 +82,7 @@ def copy_slots(slots: TokensInSlots, here: TokensOnDevice, *, to_slots: bool) ->
     )
     shape = _shape_of(token_bytes, alignment)
     num_tokens, num_layers = len(slots.offsets), len(slots.layers)
-    num_parts = num_layers * triton.cdiv(num_tokens, shape.tokens) * shape.num_cuts
+    num_parts = num_layers * ceil_div(num_tokens, shape.tokens) * shape.num_cuts
     programs = PROGRAMS_TO_SLOTS if to_slots else PROGRAMS_TO_DEVICE
     slot_layers = memory_layers = None
     if num_layers > 1:
@@ -131,6 +133,6 @@ class _Shape(NamedTuple):
 def _shape_of(token_bytes: int, alignment: int) -> _Shape:
     item_bytes = min(alignment, ITEM_BYTES)
     items, block = token_bytes // item_bytes, BLOCK_BYTES // item_bytes
-    block_items = min(triton.next_power_of_2(items), block)
+    block_items = min(1 << (items - 1).bit_length(), block)
     tokens = max(1, block // block_items)
-    return _Shape(item_bytes, items, block_items, tokens, triton.cdiv(items, block_items))
+    return _Shape(item_bytes, items, block_items, tokens, ceil_div(items, block_items))
