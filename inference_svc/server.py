@@ -84,6 +84,7 @@ def run(
     try:
         with memory.gc_paused():  # garbage collection would take a sixth of the imports' time
             model = _load_model(settings.model, settings.model.path, settings.server.state_dir)
+            _import_service()
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
     except BaseExceptionGroup as failed:  # a task group wraps errors that refuse a start, too
@@ -162,6 +163,13 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
     )
 
 
+def _import_service() -> None:
+    """Import what serves the model; functions below find it imported."""
+    import inference_svc.http_api.serving
+    import inference_svc.metrics.values
+    import inference_svc.service_assembly  # noqa: F401
+
+
 def _choose_pooling(
     settings: ModelSettings, path: Path, loaded: "LoadedModel", calibration: "Calibration"
 ) -> tuple["Pooling | None", str]:
@@ -210,9 +218,9 @@ async def _serve(
                     await servers.start()
                     log.info("ready", listen=servers.bound, model=model.loaded.name)
                     systemd.notify(systemd.READY)
-                    # Reads the vocabulary, which holds the GIL for half a second: not before READY.
+                    # Not before READY: to read the vocabulary holds the GIL for half a second.
                     reading = asyncio.to_thread(parts.gateway.can_bind_calls)
-                    running.append(tasks.create_task(reading))
+                    running += map(tasks.create_task, (reading, parts.engine_parts.prefault()))
                     await signals.stop.wait()
                     await _drain(live.loaded.settings.server.drain_s, parts, servers, signals)
                 for task in running:
@@ -235,7 +243,6 @@ def _background(
     yield parts.turns.run()
     if engine_parts.client is not None:
         yield lifecycle.keep_attached(engine_parts.client)
-    yield engine_parts.prefault()
     yield lifecycle.share_transcripts(parts.transcripts)
     yield lifecycle.reload_on_signal(signals, live.reload)
     yield lifecycle.notify_watchdog()

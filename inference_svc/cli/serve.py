@@ -86,18 +86,21 @@ def serve(
 
 def _run(config: Path | None, flags: Mapping[str, object]) -> None:
     """Serve with a file's settings and flags; flags override the file, also at each reload."""
-    from inference_svc.config import load_inference_settings
-    from inference_svc.installation import require_engine
-    from shared.config.settings import warn_of_overridden
-    from shared.process.log import configure_logging
+    from shared.process.memory import gc_paused
 
     # A SIGHUP during the start waits until it can reload, instead of ending the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
-    loaded = load_inference_settings(config, flags)
-    require_engine()
-    configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
-    warn_of_overridden(loaded)
-    from inference_svc import server
+    with gc_paused():
+        from inference_svc.config import load_inference_settings
+        from inference_svc.installation import require_engine
+        from shared.config.settings import warn_of_overridden
+        from shared.process.log import configure_logging
+
+        loaded = load_inference_settings(config, flags)
+        require_engine()
+        configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
+        warn_of_overridden(loaded)
+        from inference_svc import server
 
     server.run(loaded, lambda: load_inference_settings(config, flags))
 
