@@ -218,9 +218,7 @@ async def _serve(
                     await servers.start()
                     log.info("ready", listen=servers.bound, model=model.loaded.name)
                     systemd.notify(systemd.READY)
-                    # Not before READY: to read the vocabulary holds the GIL for half a second.
-                    reading = asyncio.to_thread(parts.gateway.can_bind_calls)
-                    running += map(tasks.create_task, (reading, parts.engine_parts.prefault()))
+                    running.append(tasks.create_task(_prepare_turns(parts)))
                     await signals.stop.wait()
                     await _drain(live.loaded.settings.server.drain_s, parts, servers, signals)
                 for task in running:
@@ -230,6 +228,16 @@ async def _serve(
     finally:
         parts.close()
     log.info("stopped")
+
+
+async def _prepare_turns(parts: "ServiceParts") -> None:
+    """Do what later turns would wait for, and what would delay READY: one after the other.
+
+    To read the vocabulary holds the GIL for half a second. To fault memory in delays what maps
+    memory, as the attachment to kvd does.
+    """
+    await asyncio.to_thread(parts.gateway.can_bind_calls)
+    await parts.engine_parts.prefault()
 
 
 def _background(

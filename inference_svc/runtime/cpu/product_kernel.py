@@ -79,7 +79,8 @@ class ProductKernel:
         depth = self._depths[weight.dtype]
         outputs, inputs = weight.shape
         panels, pieces = ceil_div(outputs, self._panel), ceil_div(inputs, depth)
-        whole = pad(weight, (0, pieces * depth - inputs, 0, panels * self._panel - outputs))
+        missing = (0, pieces * depth - inputs, 0, panels * self._panel - outputs)
+        whole = pad(weight, missing) if any(missing) else weight
         packed = regions.take((panels, pieces, self._panel, depth), weight.dtype)
         return packed.copy_(whole.view(panels, self._panel, pieces, depth).transpose(1, 2))
 
