@@ -9,6 +9,7 @@ checks: that takes seconds.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -165,9 +166,8 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
 
 def _import_service() -> None:
     """Import what serves the model; functions below find it imported."""
-    import inference_svc.http_api.serving
-    import inference_svc.metrics.values
-    import inference_svc.service_assembly  # noqa: F401
+    for name in ("http_api.serving", "metrics.values", "service_assembly"):
+        import_module(f"inference_svc.{name}")
 
 
 def _choose_pooling(

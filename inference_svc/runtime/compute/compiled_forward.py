@@ -57,7 +57,7 @@ class CompiledForward:
         """
         self.num_run = 0
         self._graphs: list[_Graph] = []
-        self._compile = _leave if backend == "eager" else _compile
+        self._backend = backend
         self._compiled: dict[tuple[str, bool], Run] = {}  # by key, and whether for a lone token
         next_tokens = 2
         while next_tokens <= loaded.context_window:
@@ -66,7 +66,9 @@ class CompiledForward:
             traced = TracedForward(loaded, calibration, next_tokens)
             join_products(traced.graph)
             parts = divide(traced.graph, _stands_alone)
-            if next_tokens == 2:  # what computes two tokens computes one, which the proof shows
+            # The same graph computes a lone token, unless the model treats one in another way: then
+            # its results differ, which `compile_choice.py` finds out.
+            if next_tokens == 2:
                 lone = [self._compiled_part(part, is_lone=True) for part in parts]
                 program = GraphProgram(traced.graph, lone)
                 self._graphs.append(_Graph(range(1, 2), range(1, 2), program))
@@ -80,11 +82,6 @@ class CompiledForward:
     def num_graphs(self) -> int:
         """Number of graphs."""
         return len(self._graphs)
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of pieces that were compiled."""
-        return len(self._compiled)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, row_indices: Tensor) -> Tensor | None:
         """Run a forward like `ForwardCall`, under a `StepForward` that is active.
@@ -109,11 +106,11 @@ class CompiledForward:
 
     def _compiled_part(self, part: Part, *, is_lone: bool) -> Part:
         """Return a part of a graph that computes the same by kernels, if it is a piece."""
-        if not part.key:
+        if self._backend == "eager" or not isinstance(part.run, GraphModule):
             return part
         kind = (part.key, is_lone)
         if kind not in self._compiled:
-            self._compiled[kind] = self._compile(part.run, is_lone=is_lone)
+            self._compiled[kind] = _compile(part.run, is_lone=is_lone)
         return replace(part, run=self._compiled[kind])
 
 
@@ -126,12 +123,7 @@ def _stands_alone(node: Node) -> bool:
     return any(tensor_of(module, weight).layout != torch.strided for weight in weights)
 
 
-def _leave(piece: Run, *, is_lone: bool) -> Run:  # noqa: ARG001
-    """Return a piece as it is: it runs operation by operation, for any number of tokens."""
-    return piece
-
-
-def _compile(piece: Run, *, is_lone: bool) -> Run:
+def _compile(piece: GraphModule, *, is_lone: bool) -> Run:
     """Make kernels of a piece; return a function like it, for a lone token or for several."""
     import torch._inductor as compiler  # takes a second
     from torch._inductor import config
@@ -141,7 +133,6 @@ def _compile(piece: Run, *, is_lone: bool) -> Run:
         # A part of the key under which kernels are cached on disk, unlike torch's own number.
         "cpp.threads": torch.get_num_threads(),
     }
-    assert isinstance(piece, GraphModule)  # noqa: S101
     inputs = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
     if is_lone:
         inputs = [_of_one_token(value) for value in inputs]

@@ -79,8 +79,8 @@ def _join(whole: GraphModule, rows: Node, products: Sequence[_Product], name: st
     with graph.inserting_before(first.node):
         weights = _constant(whole, f"{name}_packed", packed)
         bias = _constant(whole, f"{name}_bias", torch.cat(biases)) if biases else None
-        arguments = (rows, weights, bias, sum(columns))
-        joined = graph.call_function(first.node.target, arguments)  # type: ignore[arg-type]
+        multiply: Any = first.node.target
+        joined = graph.call_function(multiply, (rows, weights, bias, sum(columns)))
         split = graph.call_function(torch.ops.aten.split_with_sizes.default, (joined, columns, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(products))]
     value = first.node.meta["val"]

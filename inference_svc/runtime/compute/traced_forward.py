@@ -104,7 +104,7 @@ class TracedForward:
     """
 
     def __init__(self, loaded: LoadedModel, calibration: Calibration, num_tokens: int) -> None:
-        """Trace the forward for this number of tokens, and others if the model allows it.
+        """Trace the forward for this number of tokens (two or more), and for all that it allows.
 
         Raises:
             UntraceableError: there is no such graph.
@@ -122,11 +122,10 @@ class TracedForward:
             with forward_context(_TracingForward(calibration)):
                 return call(token_ids, positions, row_indices, call.cache())
 
-        # Equal sizes would get the same symbol. A lone token can only have one row; with others
-        # there are rows beyond the tokens, so that a step may want those of all its tokens.
-        num_rows = 1 if num_tokens == 1 else num_tokens + 1
+        # Equal sizes would get the same symbol, and sizes of one none. There are rows beyond the
+        # tokens, so that a step may want those of all its tokens.
         tokens = torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.device)
-        rows = torch.zeros(num_rows, dtype=torch.long, device=loaded.device)
+        rows = torch.zeros(num_tokens + 1, dtype=torch.long, device=loaded.device)
         # Tensors of inference mode would be refused by the tracer.
         with torch.inference_mode(mode=False), torch.no_grad(), _without_tracebacks():
             trace = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)
