@@ -228,7 +228,7 @@ def _make_store(
         saves=cache.saving != "off",
         deadline_s=cache.deadline_s,
         open_arena=open_arena,
-        embed=choose_rotation(settings.model.rotation, model.loaded, model.calibration),
+        kernels=choose_rotation(settings.model.rotation, model.loaded, model.calibration),
     )
     return client, store
 

@@ -108,9 +108,9 @@ class ModelSettings(Section):
             GPU, in "cpp" on a CPU. "auto": the kernel, if it is proven to give the same answers.
         graphs: whether decode steps are captured in graphs at start, and replayed. "auto": on a GPU
             with attention over pages, if they are proven to give the same answers.
-        rotation: how loaded keys are embedded at their positions: by "torch", or, on a GPU, by a
-            kernel in "triton" on their way to their pages. "auto": by the kernel, if it is proven
-            to give the same bits.
+        rotation: how loaded keys are embedded at their positions: by "torch", or by a kernel on
+            their way to the sequence's memory: in "triton" on a GPU, in "cpp" on a CPU. "auto": by
+            the kernel, if it is proven to give the same bits.
         compile: "step": torch's compiler makes kernels of the whole forward outside of attention,
             which are proven to give the same answers. "off": it runs operation by operation.
         packed_weights: the kernel for whose products weights are reordered on a CPU: in "cpp", or
@@ -132,7 +132,7 @@ class ModelSettings(Section):
     threads: int = Field(default=0, ge=0, le=1024)
     attention: Literal["auto", "torch", "triton", "cpp"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
-    rotation: Literal["auto", "torch", "triton"] = "auto"
+    rotation: Literal["auto", "torch", "cpp", "triton"] = "auto"
     compile: Literal["off", "step"] = "off"
     packed_weights: Literal["auto", "cpp", "torch", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"

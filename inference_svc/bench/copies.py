@@ -10,9 +10,9 @@ Slots are page-locked for the device before anything is measured (`docs/gpu.md`)
 """
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from inference_svc.runtime.calibration.rotation_choice import choose_rotation
 from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotTokens
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.page_pool import PagePool
-from inference_svc.runtime.positions.rotation import EmbedKernel
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.units import ceil_div
@@ -84,7 +84,8 @@ class _Copies:
         self._kv = pool.new_kv(num_tokens, range(num_pages))
         self._buffer = pool.new_write_buffer(0, num_tokens)
         self._buffer.end_token = num_tokens
-        self._embed = choose_rotation("auto", loaded, self._calibration)
+        self._kernels = choose_rotation("auto", loaded, self._calibration)
+        self._threads = ThreadPoolExecutor(2, "copy")  # kept: torch prepares each for itself
         self._plain = [(_locked(self.num_bytes, self._device), self._on_device()) for _ in range(2)]
 
     async def measure(self, options: CopiesOptions, run: RunOptions) -> Case:
@@ -92,19 +93,19 @@ class _Copies:
         facts = {"history_tokens": self._num_tokens, "bytes": self.num_bytes}
         found = Interleaved(f"{self._num_tokens} tokens", facts)
         ways: dict[str, Sequence[Callable[[], None]]] = {
-            "load": (partial(self._load, self._embed),),
+            "load": (partial(self._load, self._kernels),),
             "save": (self._save,),
-            "both": (partial(self._load, self._embed), self._save),
+            "both": (partial(self._load, self._kernels), self._save),
             "load floor": (self._load_floor,),
             "save floor": (self._save_floor,),
             "both floor": (self._load_floor, self._save_floor),
         }
-        if self._embed is not None:
-            ways["load by torch"] = (partial(self._load, None),)
+        if self._kernels != BY_TORCH:
+            ways["load by torch"] = (partial(self._load, BY_TORCH),)
 
         async def take(name: str) -> dict[str, float]:
             began_s = time.process_time()
-            seconds = _seconds(ways[name])
+            seconds = _seconds(ways[name], self._threads)
             gigabytes = len(ways[name]) * self.num_bytes / 1e9
             used_s = time.process_time() - began_s
             return {METRIC: gigabytes / seconds, "cpu_s_per_gb": used_s / gigabytes}
@@ -122,15 +123,16 @@ class _Copies:
         found.compare(METRIC, "load", "load by torch")
         found.compare(METRIC, "save", "save floor", at_least=alone)
         found.compare(METRIC, "both", "both floor", at_least=both)
+        self._threads.shutdown()
         return found.case()
 
     def _on_device(self) -> Tensor:
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _load(self, embed: EmbedKernel | None) -> None:
+    def _load(self, kernels: LoadKernels) -> None:
         with CopyStream(self._device).copies(behind_computing=True):
             loader = LayerLoader(
-                self._kv, self._arena, self._blocks, self._calibration, embed=embed
+                self._kv, self._arena, self._blocks, self._calibration, kernels=kernels
             )
             for layer_index in range(len(self._calibration.layers)):
                 loader.load(layer_index)
@@ -155,12 +157,9 @@ def _locked(num_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def _seconds(calls: Sequence[Callable[[], None]]) -> float:
+def _seconds(calls: Sequence[Callable[[], None]], threads: ThreadPoolExecutor) -> float:
     """Run calls, each on its own thread, and return the seconds until all are done."""
-    threads = [threading.Thread(target=call) for call in calls]
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for running in [threads.submit(call) for call in calls]:
+        running.result()
     return time.perf_counter() - began_s

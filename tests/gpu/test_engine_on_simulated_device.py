@@ -31,6 +31,7 @@ from inference_svc.runtime.kv import kv_pool, page_pool, write_ring
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.model.model_loader import describe_model, load_model
+from inference_svc.runtime.positions.rotation import LoadKernels
 from tests.embed_in_one_call import embed_in_one_call
 from tests.models import build_chunked_model, build_shapes_model, build_windowed_model
 from tests.recorded_graph import RecordedGraphs
@@ -166,7 +167,7 @@ async def test_no_work_races(simulated, model, tmp_path, monkeypatch, working_kv
     """Turns run beside each other: computed, replayed, saved, loaded, shared, overwritten."""
     torch.set_num_threads(1)
     if working_kv == "pages":
-        monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
+        monkeypatch.setattr(assembly, "choose_rotation", lambda *_: LoadKernels(embed_in_one_call))
     if is_replayed:
         monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
         monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
@@ -235,7 +236,7 @@ def alone(model, ids, answers):
 async def test_windows_on_pages_do_not_race(simulated, tmp_path, monkeypatch, build, is_replayed):
     """Their pages are overwritten while others load, share and save; every answer is right."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
+    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: LoadKernels(embed_in_one_call))
     if is_replayed:
         monkeypatch.setattr(assembly, "capture_on", lambda _device: RecordedGraphs())
         monkeypatch.setattr(assembly, "choose_attention", lambda *_: PagedAttention(attend_pages))
@@ -295,7 +296,7 @@ async def test_windows_on_pages_do_not_race(simulated, tmp_path, monkeypatch, bu
 async def test_states_and_latents_do_not_race(simulated, tmp_path, monkeypatch, name, working_kv):
     """They are saved behind steps and at the end, loaded and resident; every answer is right."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: embed_in_one_call)
+    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: LoadKernels(embed_in_one_call))
     request = local_engine.EngineRequest
     monkeypatch.setattr(  # as turns have states stored on their way
         local_engine,

@@ -1,100 +1,170 @@
 """Rotation choice: what embeds loaded keys, by device, installed packages and proof.
 
     torch   rotates keys in place after they were copied, in several calls; supports every recipe
+    cpp     one kernel that copies tokens and rotates keys on the way, on a CPU; supports float32
+            and bfloat16. Needs g++
     triton  one kernel that rotates keys while it writes them to their token slots; supports keys
             without a norm after RoPE (others are left to torch). Needs Triton, and a GPU
             (TRITON_INTERPRET=1 runs it on a CPU, slowly)
 
-Before it serves, the kernel embeds random keys by each of the model's own rotary tables, at the
-first and the last positions of the window. If a single bit differs from torch's result, or it
-fails, torch serves: loaded KV has to equal the computed KV.
+Before it serves, a kernel embeds random keys by each of the model's own rotary tables, at the first
+and the last positions of the window. If a single bit differs from torch's result, or it fails,
+torch serves: loaded KV has to equal the computed KV.
 """
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import structlog
 import torch
+from torch import Tensor
 
 from inference_svc.runtime.calibration.kernels import is_gpu, no_kernels_on, reason_of
+from inference_svc.runtime.cpu.native_library import NativeLibraryError
+from inference_svc.runtime.cpu.token_kernel import TokenKernel
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import EmbedKernel
+from inference_svc.runtime.positions.rotation import BY_TORCH, EmbedKernel, LoadKernel, LoadKernels
 from shared.types.errors import ConfigError
 
-RotationName = Literal["auto", "torch", "triton"]
+RotationName = Literal["auto", "torch", "cpp", "triton"]
 PROOF_TOKENS = 100  # tokens at each end of the window
+
+# Loads keys, [n, heads, dim], from a position on, with a table, to every other row of a region,
+# [2 n, heads, dim]; returns the row of each. The rows between them must not change.
+_Load = Callable[[Tensor, int, RotaryTable | None, Tensor], Tensor]
 
 log = structlog.get_logger()
 
 
 def choose_rotation(
     name: RotationName, loaded: LoadedModel, calibration: Calibration
-) -> EmbedKernel | None:
-    """Return the kernel that embeds keys without a norm after RoPE; None: torch embeds them.
+) -> LoadKernels:
+    """Return the kernels that load a model's KV.
 
     Args:
-        name: "triton" or "torch", or "auto" for the kernel if it is proven.
+        name: "cpp", "triton" or "torch", or "auto" for the device's kernel if it is proven.
         loaded: the model.
         calibration: the model's calibration.
 
     Raises:
         ConfigError: the kernel is named and cannot serve here, or its results differ.
     """
-    if name == "torch" or (name == "auto" and not is_gpu(loaded.device)):
-        return None
-    kinds = dict.fromkeys(_kinds(calibration))
-    if name == "auto" and not kinds:
-        return None
-    reason = no_kernels_on(loaded.device) if kinds else "the model has no keys that it could rotate"
-    if not reason:
-        kernel = _kernel()
-        reason = _why_refuted(loaded, kernel, list(kinds))
-        if not reason:
-            log.info("rotation_chosen", rotation="triton")
-            return kernel
-    if name == "triton":
+    on_gpu = is_gpu(loaded.device)
+    if name == "auto" and on_gpu and not any(_is_embedded(kind) for kind in _kinds(calibration)):
+        return BY_TORCH
+    fastest: RotationName = "triton" if on_gpu else "cpp"
+    wanted = fastest if name == "auto" else name
+    if wanted == "torch":
+        return BY_TORCH
+    found = (_prove_triton if wanted == "triton" else _prove_cpp)(loaded, calibration)
+    if not isinstance(found, str):
+        log.info("rotation_chosen", rotation=wanted)
+        return found
+    if name == wanted:
         raise ConfigError(
-            f"model.rotation = triton cannot be used: {reason}", "set it to auto or torch"
+            f"model.rotation = {name} cannot be used: {found}", "set it to auto or torch"
         )
-    log.warning("rotation_chosen", rotation="torch", reason=reason)
-    return None
+    report = log.warning if on_gpu else log.info
+    report("rotation_chosen", rotation="torch", reason=found)
+    return BY_TORCH
 
 
-def _kinds(calibration: Calibration) -> Iterator[tuple[RotaryTable, int, int]]:
-    """Yield (table, number of heads, head_dim) of all keys that the kernel would embed."""
-    for layer in calibration.layers:
-        for recipe, (heads, dim) in zip(layer.components, layer.shape.parts, strict=True):
-            if recipe.rotary is not None and recipe.post is None:
-                yield recipe.rotary, heads, dim
+class _Kind(NamedTuple):
+    """A kind of token that a model stores.
+
+    Attributes:
+        rotary: the table that embeds it; None: it is only copied.
+        has_norm: whether a norm follows.
+        shape: (heads, dim).
+    """
+
+    rotary: RotaryTable | None
+    has_norm: bool
+    shape: tuple[int, int]
 
 
-def _kernel() -> EmbedKernel:
-    """Return the kernel; imports Triton, which may not be installed."""
+def _kinds(calibration: Calibration) -> list[_Kind]:
+    """Return the kinds of tokens of all layers, each once."""
+    return list(
+        dict.fromkeys(
+            _Kind(recipe.rotary, recipe.post is not None, shape)
+            for layer in calibration.layers
+            for recipe, shape in zip(layer.components, layer.shape.parts, strict=True)
+        )
+    )
+
+
+def _is_embedded(kind: _Kind) -> bool:
+    """Whether an `EmbedKernel` embeds these tokens."""
+    return kind.rotary is not None and not kind.has_norm
+
+
+def _prove_triton(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | str:
+    """Return the triton kernel, or why it cannot serve."""
+    kinds = [kind for kind in _kinds(calibration) if _is_embedded(kind)]
+    if not kinds:
+        return "the model has no keys that it could rotate"
+    reason = no_kernels_on(loaded.device)
+    if reason:
+        return reason
+    kernel = _embed_kernel()
+
+    def embed(keys: Tensor, start: int, rotary: RotaryTable | None, region: Tensor) -> Tensor:
+        assert rotary is not None, "keys without a table are not embedded"  # noqa: S101
+        slots = torch.arange(len(keys), device=keys.device).flip(0) * 2
+        kernel(keys, rotary.tables(start, len(keys)), region, slots)
+        return slots
+
+    return _why_refuted(loaded, kinds, embed) or LoadKernels(embed=kernel)
+
+
+def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | str:
+    """Return the cpp kernel, or why it cannot serve."""
+    if loaded.device.type != "cpu":
+        return f"device {loaded.device} is not a CPU"
+    try:
+        kernel = _load_kernel()
+    except NativeLibraryError as error:
+        return str(error)
+
+    def load(keys: Tensor, start: int, rotary: RotaryTable | None, region: Tensor) -> Tensor:
+        places = torch.arange(len(keys))
+        stored = keys[places.flip(0)].unsqueeze(1)  # slots of one token
+        tables = None if rotary is None else rotary.tables(start, len(keys))
+        kernel(stored, places.flip(0) * stored.stride(0), tables, region[::2])
+        return places * 2
+
+    return _why_refuted(loaded, _kinds(calibration), load) or LoadKernels(load=kernel)
+
+
+def _embed_kernel() -> EmbedKernel:
+    """Return the kernel in Triton, which may not be installed."""
     from inference_svc.runtime.cuda.key_rotation import embed_on_device
 
     return embed_on_device
 
 
+def _load_kernel() -> LoadKernel:
+    """Return the kernel in C++."""
+    return TokenKernel.load()
+
+
 @torch.inference_mode()
-def _why_refuted(
-    loaded: LoadedModel, kernel: EmbedKernel, kinds: list[tuple[RotaryTable, int, int]]
-) -> str:
-    """Return why the kernel must not serve the model; "": its results are torch's to the bit."""
+def _why_refuted(loaded: LoadedModel, kinds: Sequence[_Kind], load: _Load) -> str:
+    """Return why a kernel must not serve the model; "": its results are torch's to the bit."""
     num_tokens = min(PROOF_TOKENS, loaded.context_window)
     chance = torch.Generator().manual_seed(5)
     try:
-        for rotary, heads, dim in kinds:
+        for rotary, _, (heads, dim) in kinds:
             for start in (0, loaded.context_window - num_tokens):
                 drawn = torch.randn(num_tokens, heads, dim, generator=chance)
                 keys = drawn.to(loaded.device, loaded.dtype)
-                # Every other slot, in reverse order: the slots between them must not change.
                 region = keys.new_zeros(2 * num_tokens, heads, dim)
-                slots = torch.arange(num_tokens, device=loaded.device).flip(0) * 2
-                kernel(keys, rotary.tables(start, num_tokens), region, slots)
+                places = load(keys, start, rotary, region)
                 expected = torch.zeros_like(region)
-                expected[slots] = rotary.rotate(keys, start)
+                expected[places] = keys if rotary is None else rotary.rotate(keys, start)
                 if not torch.equal(region, expected):
                     return f"keys from position {start} on differ from those of torch in some bits"
     except Exception as error:  # noqa: BLE001 - compilers and drivers may raise anything

@@ -34,6 +34,11 @@ inline Lanes load(const Bfloat16* source) {
   return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
 }
 inline void store(Lanes lanes, float* target) { std::memcpy(target, &lanes, sizeof lanes); }
+inline void store(Lanes lanes, Bfloat16* target) {  // to the nearest, ties to even
+  const Bits bits = (Bits)lanes;
+  const Halves halves = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
+  std::memcpy(target, &halves, sizeof halves);
+}
 inline float widen(float number) { return number; }
 inline float widen(Bfloat16 number) {
   const uint32_t bits = uint32_t(number.bits) << 16;

@@ -20,7 +20,12 @@ from hashlib import sha256
 from pathlib import Path
 
 KERNEL_DIR = "CACHEDATTENTION_KERNEL_DIR"  # the environment's variable
-KERNELS = ("decode_attention.cpp", "prefill_attention.cpp", "packed_product.cpp")
+KERNELS = (
+    "decode_attention.cpp",
+    "prefill_attention.cpp",
+    "packed_product.cpp",
+    "token_load.cpp",
+)
 HEADERS = ("attention.h", "lanes.h", "panels.h")
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILER_TIMEOUT_S = 120

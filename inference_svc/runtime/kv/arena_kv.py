@@ -164,6 +164,20 @@ class ArenaKv:
         self.gather(layer_index, component_index, run, run.by_slot(tokens))
         region.index_copy_(0, places, tokens)
 
+    def distances(
+        self, layer_index: int, component_index: int, runs: Sequence[SlotRun | ScatteredTokens]
+    ) -> Tensor:
+        """Return the distances of tokens from the first one of `view`, [n] int64, in elements.
+
+        Raises:
+            IndexError: a slot is not one of the arena's.
+        """
+        per_slot, per_token = self.view(layer_index, component_index).stride()[:2]
+        found = torch.cat([run.distances(per_slot, per_token) for run in runs])
+        if int(found.min()) < 0 or int(found.max()) >= self.num_slots * per_slot:
+            raise IndexError(f"slots outside of an arena of {self.num_slots}")
+        return found
+
     def read_state(self, slot_ids: Sequence[int]) -> Tensor:
         """Copy a state out of its slots, [state_bytes] uint8."""
         return self._slots[list(slot_ids)].flatten()[: self.layout.state_bytes]

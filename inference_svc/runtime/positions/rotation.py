@@ -162,6 +162,40 @@ class EmbedKernel(Protocol):
         """
 
 
+class LoadKernel(Protocol):
+    """Copies tokens out of slots in the CPU's memory, and embeds keys on the way."""
+
+    def __call__(
+        self, slots: Tensor, distances: Tensor, tables: Tables | None, out: Tensor
+    ) -> None:
+        """Write tokens to `out`; keys have the bits of `Rotator.rotate_into`.
+
+        Args:
+            slots: [num_slots, block_tokens, heads, dim], a component of all slots; slots and tokens
+                of any stride.
+            distances: [n] int64, by token, its distance from the first token of slot 0 in elements;
+                within the slots.
+            tables: the factors of exactly the tokens' positions; None: they are only copied.
+            out: [n, heads, dim] of the same dtype; tokens and heads of any stride.
+        """
+
+
+@dataclass(frozen=True)
+class LoadKernels:
+    """The kernels that a model's KV is loaded by, of which it has one at most; else torch loads it.
+
+    Attributes:
+        embed: for a device, where keys are copied to scratch memory first.
+        load: for the CPU.
+    """
+
+    embed: EmbedKernel | None = None
+    load: LoadKernel | None = None
+
+
+BY_TORCH = LoadKernels()
+
+
 class RotationScratch(NamedTuple):
     """Scratch memory of a rotator, each [n, heads, width].
 

@@ -19,7 +19,7 @@ from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 from inference_svc.runtime.kv.layer_gate import LayerGate, no_wait
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.positions.rotation import EmbedKernel
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.spans import check_spans, check_windows
@@ -112,7 +112,7 @@ class KvdLoads:
     Args:
         deadline_s: most seconds that one load may wait for kvd, not counting the time for which
             kvd fetches its session from a remote store.
-        embed: the kernel that embeds loaded keys; None: torch does.
+        kernels: those that load tokens.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class KvdLoads:
         threads: CopyThreads,
         rates: Rates,
         deadline_s: float,
-        embed: EmbedKernel | None = None,
+        kernels: LoadKernels = BY_TORCH,
     ) -> None:
         self._client = client
         self._calibration = calibration
@@ -132,7 +132,7 @@ class KvdLoads:
         self._rates = rates
         self._chooser = LoadChooser(rates)
         self._deadline_s = deadline_s
-        self._embed = embed
+        self._kernels = kernels
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
@@ -344,7 +344,7 @@ class KvdLoads:
                     grant.spans,
                     self._calibration,
                     tail,
-                    self._embed,
+                    self._kernels,
                     windows=grant.windows,
                 )
                 for layer_index in layers:

@@ -19,7 +19,7 @@ from inference_svc.runtime.kv.layer_gate import StepClock, StepNotDoneError, Wai
 from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.kv.states import SequenceStates
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.positions.rotation import EmbedKernel
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdCalls, KvdLoads
 from inference_svc.runtime.store.session_store import SessionLoads, StoreState
 from inference_svc.runtime.transfer.layer_store import store_blocks
@@ -49,7 +49,7 @@ class KvdSessionStore:
         saves: whether anything is stored.
         deadline_s: most seconds that one load, or one save, may wait for kvd.
         open_arena: opens kvd's arena as tensors.
-        embed: the kernel that embeds loaded keys; None: torch does.
+        kernels: those that load tokens.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class KvdSessionStore:
         saves: bool,
         deadline_s: float,
         open_arena: OpenArena = ArenaKv,
-        embed: EmbedKernel | None = None,
+        kernels: LoadKernels = BY_TORCH,
     ) -> None:
         self.saves = saves
         self._client = client
         self._calls = calls = KvdCalls(calibration.layout, counters, open_arena)
         self.loads: SessionLoads = KvdLoads(
-            client, calibration, calls, threads, rates, deadline_s, embed
+            client, calibration, calls, threads, rates, deadline_s, kernels
         )
         self._calibration = calibration
         self._store_thread = threads.store

@@ -4,10 +4,10 @@
     sequence KV   per layer [1, kv_heads, capacity_tokens, dim], keys after RoPE
 
 Only copies, layer by layer: it may run on a copy thread while `step` computes other sequences, or
-waits at the KV's gate for the very next layer. On a CPU a key goes from memory to memory in one
-copy, which waits for reads and writes at once, and is rotated in place, in pieces that are still in
-the core's cache. On a device keys land in scratch memory, and a kernel rotates them while it writes
-them to their token slots.
+waits at the KV's gate for the very next layer. On a CPU a kernel copies all tokens of a layer in
+one call, and rotates keys on the way. Where there is none, torch copies a key from memory to memory
+and rotates it in place, in pieces that are still in the core's cache. On a device keys land in
+scratch memory, and a kernel rotates them while it writes them to their token slots.
 
 Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
 stored keys).
@@ -15,7 +15,6 @@ stored keys).
 
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -24,21 +23,25 @@ from torch import Tensor
 from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
 from inference_svc.runtime.kv.layer_tensors import TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
-from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.slot_runs import SlotRun
 from inference_svc.runtime.memory import copy_to_device
-from inference_svc.runtime.positions.recipes import Calibration, PostRotary
+from inference_svc.runtime.positions.recipes import Calibration, ComponentRecipe, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import EmbedKernel, Rotator, Tables
+from inference_svc.runtime.positions.rotation import (
+    BY_TORCH,
+    EmbedKernel,
+    LoadKernel,
+    LoadKernels,
+    Rotator,
+    Tables,
+)
 from inference_svc.runtime.transfer.spans import Span
+from inference_svc.runtime.transfer.token_runs import Run, balanced, place_of, placed, token_runs
 from shared.types.granted_slots import GrantedWindow
-from shared.types.units import ceil_div
 
 PIECE_ITEMS = 1 << 17  # elements rotated at once: 512 KiB in float32; twice as much is slower
 # On a device, where a call costs more than the memory it reads: 16 MiB of scratch in float32.
 DEVICE_PIECE_ITEMS = 1 << 22
-SHORT_RUN = 64  # tokens; a run as short as this costs as much as its tokens copied one by one
-
-Run = SlotRun | ScatteredTokens
 
 
 class LayerLoader:
@@ -55,7 +58,7 @@ class LayerLoader:
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
-        embed: EmbedKernel | None = None,
+        kernels: LoadKernels = BY_TORCH,
         *,
         windows: Sequence[GrantedWindow] = (),
     ) -> None:
@@ -70,8 +73,7 @@ class LayerLoader:
             tail: a write buffer that begins within the last span, or at its end. It keeps the
                 span's tokens from there on as they are stored, before RoPE, since the next store
                 replaces that block by a longer one. None: nothing is saved.
-            embed: the kernel that embeds keys which no norm follows; None: torch embeds them in
-                place.
+            kernels: those that load tokens; on a device keys that a norm follows are left to torch.
             windows: the windows of the last tokens, which layers with a window are loaded from;
                 they may begin before the first span.
         """
@@ -80,7 +82,7 @@ class LayerLoader:
         self._layout = calibration.layout
         self._layers = calibration.layers
         self._tail = tail
-        self._kernel = embed
+        self._embed_kernel, self._load_kernel = kernels.embed, kernels.load
         num_parts = calibration.layout.window_slots
         parts = [spans, *(part_of(windows, part) for part in range(num_parts))]
         self._sources = [_Source(part, tail) if part else None for part in parts]
@@ -93,29 +95,48 @@ class LayerLoader:
         if source is None:  # a grant that another one follows has no windows
             return
         for component, recipe in enumerate(self._layers[layer_index].components):
-            if recipe.rotary is None:
+            if self._load_kernel is not None:
+                self._load(source, layer_index, component, recipe, self._load_kernel)
+            elif recipe.rotary is None:
                 self._place(source, layer_index, component)
-            elif self._kernel is None or recipe.post is not None:
+            elif self._embed_kernel is None or recipe.post is not None:
                 self._embed(source, layer_index, component, recipe.rotary, recipe.post)
             else:
-                self._land(source, layer_index, component, recipe.rotary, self._kernel)
+                self._land(source, layer_index, component, recipe.rotary, self._embed_kernel)
         if self._tail is not None and source.tail_run is not None:
             places = source.places_in_tail(self._tail, source.tail_run)
             for component in range(len(self._layers[layer_index].components)):
                 kept = self._tail.components[component][layer_index]
                 self._arena.gather_to(layer_index, component, source.tail_run, kept, places)
 
+    def _load(
+        self,
+        source: "_Source",
+        layer_index: int,
+        component: int,
+        recipe: ComponentRecipe,
+        kernel: LoadKernel,
+    ) -> None:
+        """Copy a component to its token slots in one call, and embed it on the way."""
+        tokens = self._kv.components[component]
+        distances = source.distances(self._arena, layer_index, component)
+        tables = None if recipe.rotary is None else source.tables(recipe.rotary)
+        with tokens.filling(layer_index, source.first, source.num_tokens) as out:
+            kernel(self._arena.view(layer_index, component), distances, tables, out)
+            if recipe.post is not None:
+                recipe.post.apply_to(out)
+
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy a component that is not rotated to its token slots."""
         tokens = self._kv.components[component]
-        if self._kernel is not None:  # on a device a kernel gathers these, too
+        if self._embed_kernel is not None:  # on a device a kernel gathers these, too
             region = tokens.region(layer_index)
             for run, places in source.places_in(tokens, layer_index):
                 self._arena.gather_to(layer_index, component, run, region, places)
             return
-        for run, first in _placed(source.runs, source.first):
+        for run, first in placed(source.runs, source.first):
             with tokens.filling(layer_index, first, run.num_tokens) as place:
-                self._arena.gather(layer_index, component, run, _place_of(run, place, 0))
+                self._arena.gather(layer_index, component, run, place_of(run, place, 0))
 
     def _embed(
         self,
@@ -130,7 +151,7 @@ class LayerLoader:
         for piece in self._pieces_of(source, layer_index, component, rotary):
             with tokens.filling(layer_index, piece.first, piece.num_tokens) as keys:
                 for run, first in piece.runs:
-                    place = _place_of(run, keys, first - piece.first)
+                    place = place_of(run, keys, first - piece.first)
                     self._arena.gather(layer_index, component, run, place)
                 piece.rotator.rotate_in_place(keys)
                 if post is not None:
@@ -150,7 +171,7 @@ class LayerLoader:
         for landing in self._landings_of(source, layer_index, component, rotary):
             keys = region.new_empty(len(landing.slots), *region.shape[1:])
             for run, first in landing.runs:
-                self._arena.gather(layer_index, component, run, _place_of(run, keys, first))
+                self._arena.gather(layer_index, component, run, place_of(run, keys, first))
             kernel(keys, landing.tables, region, landing.slots)
 
     def _pieces_of(
@@ -165,7 +186,7 @@ class LayerLoader:
             for first, count, runs in self._cut(source, layer_index, component):
                 like = torch.empty(count, heads, dim, dtype=dtype, device="meta")
                 rotator = rotary.rotator(like, first)
-                pieces.append(_Piece(first, count, list(_placed(runs, first)), rotator))
+                pieces.append(_Piece(first, count, list(placed(runs, first)), rotator))
         return source.pieces[kind]
 
     def _landings_of(
@@ -177,7 +198,7 @@ class LayerLoader:
         if kind not in source.landings:
             source.landings[kind] = [
                 _Landing(
-                    list(_placed(runs, 0)),
+                    list(placed(runs, 0)),
                     rotary.tables(first, count),
                     tokens.slot_index(layer_index, first, count),
                 )
@@ -193,7 +214,7 @@ class LayerLoader:
         is_cpu = self._kv.components[component].device.type == "cpu"
         items = PIECE_ITEMS if is_cpu else DEVICE_PIECE_ITEMS
         first = source.first
-        for runs in _balanced(source.runs, source.num_tokens, max(1, items // (heads * dim))):
+        for runs in balanced(source.runs, source.num_tokens, max(1, items // (heads * dim))):
             count = sum(run.num_tokens for run in runs)
             yield first, count, runs
             first += count
@@ -236,13 +257,28 @@ class _Source:
 
     def __init__(self, spans: Sequence[Span], tail: WriteBuffer | None) -> None:
         self.first = spans[0].token_offset
-        self.runs = list(_runs(spans))
+        self.runs = list(token_runs(spans))
         self.num_tokens = sum(run.num_tokens for run in self.runs)
         self.tail_run = _tail_run(spans, tail)
         self.pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
         self.landings: dict[tuple[int, RotaryTable, int], list[_Landing]] = {}
+        self._distances: dict[tuple[int, ...], Tensor] = {}
+        self._tables: dict[RotaryTable, Tables] = {}
         self._places: dict[tuple[int, int], list[tuple[Run, Tensor]]] = {}
         self._tail_places: dict[int, Tensor] = {}
+
+    def distances(self, arena: ArenaKv, layer_index: int, component: int) -> Tensor:
+        """Return the tokens' distances in a component of an arena, see `ArenaKv.distances`."""
+        kind = arena.view(layer_index, component).stride()
+        if kind not in self._distances:
+            self._distances[kind] = arena.distances(layer_index, component, self.runs)
+        return self._distances[kind]
+
+    def tables(self, rotary: RotaryTable) -> Tables:
+        """Return a rotation's factors at the tokens' positions."""
+        if rotary not in self._tables:
+            self._tables[rotary] = rotary.tables(self.first, self.num_tokens)
+        return self._tables[rotary]
 
     def places_in(self, tokens: TokenTensors, layer_index: int) -> list[tuple[Run, Tensor]]:
         """Return the runs, and the token slots of each, [n] int64 on the device.
@@ -253,7 +289,7 @@ class _Source:
         if kind not in self._places:
             self._places[kind] = [
                 (run, tokens.slot_index(layer_index, first, run.num_tokens))
-                for run, first in _placed(self.runs, self.first)
+                for run, first in placed(self.runs, self.first)
             ]
         return self._places[kind]
 
@@ -294,87 +330,6 @@ class _Landing(NamedTuple):
     runs: list[tuple[Run, int]]
     tables: Tables
     slots: Tensor
-
-
-def _runs(spans: Sequence[Span]) -> Iterator[Run]:
-    """Group spans that can be gathered in one call.
-
-    Usually these are all full blocks, then the last one. After discards of scattered tokens no two
-    spans lie at the same places in their slots: then tokens of short runs are gathered one by one.
-    """
-    short: list[SlotRun] = []
-    for run in _equal_runs(spans):
-        if run.num_tokens < SHORT_RUN:
-            short.append(run)
-            continue
-        yield from _joined(short)
-        short = []
-        yield run
-    yield from _joined(short)
-
-
-def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
-    """Join several short runs into one of scattered tokens."""
-    if len(short) < 2:
-        yield from short
-        return
-    slot_ids = [slot for run in short for slot in run.slot_ids for _ in range(run.tokens_per_slot)]
-    offsets = [
-        offset
-        for run in short
-        for _ in run.slot_ids
-        for offset in range(run.start, run.start + run.tokens_per_slot)
-    ]
-    yield ScatteredTokens(torch.tensor(slot_ids), torch.tensor(offsets))
-
-
-def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
-    """Group successive spans that lie at the same places in their slots."""
-    for place, group in groupby(spans, lambda span: (span.start, span.num_tokens)):
-        yield SlotRun([span.slot_id for span in group], *place)
-
-
-def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
-    """Divide runs into the fewest groups of about equal size.
-
-    Args:
-        runs: the runs, at least one.
-        num_tokens: number of tokens of all runs.
-        max_tokens: most tokens of a group, up to a slot more: slots are not divided.
-    """
-    # Rounded up by a slot: groups of whole slots would else add up to less, and need one more.
-    size = ceil_div(num_tokens, ceil_div(num_tokens, max_tokens))
-    size += max(run.tokens_per_slot for run in runs) - 1
-    group: list[Run] = []
-    count = 0
-    for run in runs:
-        for part in run.split(size):
-            if group and count + part.num_tokens > size:
-                yield group
-                group, count = [], 0
-            group.append(part)
-            count += part.num_tokens
-    yield group
-
-
-def _placed(runs: Sequence[Run], first: int) -> Iterator[tuple[Run, int]]:
-    """Pair each run with the position of its first token; the first run begins at `first`."""
-    for run in runs:
-        yield run, first
-        first += run.num_tokens
-
-
-def _place_of(run: Run, tokens: Tensor, first: int) -> Tensor:
-    """Return a view of [n, kv_heads, dim] from `first` on, in the shape that `gather` fills."""
-    if isinstance(run, ScatteredTokens):
-        return tokens.narrow(0, first, run.num_tokens)
-    per_token, per_head, per_item = tokens.stride()
-    _, heads, dim = tokens.shape
-    return tokens.as_strided(  # one call instead of two
-        (len(run.slot_ids), run.tokens_per_slot, heads, dim),
-        (run.tokens_per_slot * per_token, per_token, per_head, per_item),
-        tokens.storage_offset() + first * per_token,
-    )
 
 
 def _tail_run(spans: Sequence[Span], tail: WriteBuffer | None) -> SlotRun | None:

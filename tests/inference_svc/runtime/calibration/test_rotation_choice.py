@@ -1,13 +1,17 @@
 """The choice of key embedding: a named one is proven or refused, "auto" falls back."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from inference_svc.runtime.calibration import kernels, rotation_choice
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
+from inference_svc.runtime.cpu.native_library import KERNEL_DIR
+from inference_svc.runtime.cpu.token_kernel import TokenKernel
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from shared.types.errors import ConfigError
 
 
@@ -16,6 +20,12 @@ def llama(tiny):
     """A tiny Llama and its calibration."""
     model = tiny("llama")
     return model.loaded, model.calibration
+
+
+@pytest.fixture(scope="module")
+def cpp():
+    """The kernel in C++."""
+    return TokenKernel.load()
 
 
 def nearly(keys, tables, region, slots):
@@ -54,14 +64,72 @@ def failing(*_):
 def test_models_are_proven_with_the_kernel(tiny, name):
     """Halves, scaled, partial, interleaved, two tables, layers without one, latents, indexes."""
     model = tiny(name)
-    assert choose_rotation("triton", model.loaded, model.calibration) is embed_on_device
+    chosen = choose_rotation("triton", model.loaded, model.calibration)
+    assert chosen == LoadKernels(embed=embed_on_device)
+    for asked in ("cpp", "auto"):
+        assert isinstance(choose_rotation(asked, model.loaded, model.calibration).load, TokenKernel)
 
 
-def test_torch_needs_no_proof(llama, monkeypatch):
-    """By name; and on a CPU, with or without Triton's interpreter."""
-    monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
-    assert choose_rotation("torch", *llama) is None
-    assert choose_rotation("auto", *llama) is None
+def test_a_named_kernel_is_the_only_one(llama, monkeypatch):
+    """Without one, torch needs no proof; a CPU uses no interpreter of its own accord."""
+    monkeypatch.setattr(rotation_choice, "_embed_kernel", lambda: failing)
+    assert choose_rotation("auto", *llama).embed is None
+    monkeypatch.setattr(rotation_choice, "_load_kernel", lambda: failing)
+    assert choose_rotation("torch", *llama) == BY_TORCH
+
+
+def test_keys_without_positions_are_loaded_by_the_kernel_of_a_cpu(tiny):
+    """It copies, too."""
+    for model in (tiny("hunyuan"), tiny("llama", positions="coupled"), tiny("opt")):
+        assert choose_rotation("auto", model.loaded, model.calibration).load is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_that_the_kernel_of_a_cpu_does_not_take_are_left_to_torch(tiny, dtype):
+    """It rotates float32 and bfloat16."""
+    model = tiny("llama", dtype)
+    chosen = choose_rotation("auto", model.loaded, model.calibration)
+    assert (chosen.load is not None) == (dtype == torch.bfloat16)
+
+
+def one_bit_off(cpp, slots, distances, tables, out):
+    cpp(slots, distances, tables, out)
+    number = out[-1, -1, -1]
+    number.copy_(torch.nextafter(number, torch.tensor(9.0)))
+
+
+def one_token_too_many(cpp, slots, distances, tables, out):
+    cpp(slots, distances, tables, out)
+    out.as_strided((1,), (1,), out.stride(0) // 2).fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (one_bit_off, "differ from those of torch"),
+        (one_token_too_many, "differ from those of torch"),
+        (failing, "no such instruction"),
+    ],
+)
+def test_an_unproven_kernel_of_a_cpu_is_not_used(llama, monkeypatch, cpp, kernel, reason):
+    """If it was named it is an error; else torch is used, and the log says why."""
+    monkeypatch.setattr(rotation_choice, "_load_kernel", lambda: partial(kernel, cpp))
+    with pytest.raises(ConfigError, match=f"model.rotation = cpp .*{reason}"):
+        choose_rotation("cpp", *llama)
+    told = []
+    monkeypatch.setattr(rotation_choice.log, "info", lambda event, **facts: told.append(facts))
+    assert choose_rotation("auto", *llama) == BY_TORCH
+    assert [facts["rotation"] for facts in told] == ["torch"]
+    assert reason in told[0]["reason"]
+
+
+def test_without_a_compiler_torch_loads(llama, monkeypatch, tmp_path):
+    """A named kernel is refused with the reason."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(KERNEL_DIR, str(tmp_path))
+    assert choose_rotation("auto", *llama) == BY_TORCH
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
+        choose_rotation("cpp", *llama)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +142,12 @@ def test_torch_needs_no_proof(llama, monkeypatch):
 )
 def test_an_unproven_kernel_is_not_used(llama, monkeypatch, kernel, reason):
     """If it was named it is an error in one line; else torch is used."""
-    monkeypatch.setattr(rotation_choice, "_kernel", lambda: kernel)
+    monkeypatch.setattr(rotation_choice, "_embed_kernel", lambda: kernel)
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_rotation("triton", *llama)
     assert "\n" not in caught.value.message
     monkeypatch.setattr(rotation_choice, "is_gpu", lambda _device: True)
-    assert choose_rotation("auto", *llama) is None
+    assert choose_rotation("auto", *llama) == BY_TORCH
 
 
 def test_both_ends_of_the_window_are_proven(llama, monkeypatch):
@@ -92,7 +160,7 @@ def test_both_ends_of_the_window_are_proven(llama, monkeypatch):
         if torch.equal(tables.cosines[-1:], last.cosines):
             region[slots[-1]] += 1.0
 
-    monkeypatch.setattr(rotation_choice, "_kernel", lambda: late)
+    monkeypatch.setattr(rotation_choice, "_embed_kernel", lambda: late)
     with pytest.raises(ConfigError, match="differ from those of torch"):
         choose_rotation("triton", *llama)
 
@@ -118,15 +186,15 @@ def test_impossible_choices_are_refused_with_the_reason(llama, tiny, monkeypatch
 def test_a_model_without_positions_causes_no_warning(tiny, monkeypatch):
     """Its keys need no embedding, on a GPU."""
     monkeypatch.setattr(rotation_choice, "is_gpu", lambda _device: True)
-    monkeypatch.setattr(rotation_choice, "_kernel", lambda: failing)
+    monkeypatch.setattr(rotation_choice, "_embed_kernel", lambda: failing)
     warned = []
     monkeypatch.setattr(rotation_choice.log, "warning", lambda *_, **told: warned.append(told))
     coupled = tiny("llama", positions="coupled")
-    assert choose_rotation("auto", coupled.loaded, coupled.calibration) is None
+    assert choose_rotation("auto", coupled.loaded, coupled.calibration) == BY_TORCH
     assert warned == []
     llama = tiny("llama")
     no_keys = replace(llama.calibration, layers=())
-    assert choose_rotation("auto", llama.loaded, no_keys) is None
+    assert choose_rotation("auto", llama.loaded, no_keys) == BY_TORCH
     assert warned == []
-    assert choose_rotation("auto", llama.loaded, llama.calibration) is None
+    assert choose_rotation("auto", llama.loaded, llama.calibration) == BY_TORCH
     assert len(warned) == 1

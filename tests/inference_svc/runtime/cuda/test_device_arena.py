@@ -17,6 +17,7 @@ from inference_svc.runtime.kv.copy_stream import CopyProgress, CopyStream
 from inference_svc.runtime.kv.layer_gate import LoadGate, StepClock
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
+from inference_svc.runtime.positions.rotation import LoadKernels
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.errors import LoadFailedError
@@ -104,7 +105,7 @@ def load(there, kv, blocks, opened=lambda _num_layers: None, embed=None):
     stream = CopyStream(CPU)
     loaded = CopyProgress(opened)
     with stream.copies(behind_computing=True):
-        loader = LayerLoader(kv, there.arena, blocks, there.calibration, embed=embed)
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration, kernels=LoadKernels(embed))
         for layer_index in range(len(there.calibration.layers)):
             loader.load(layer_index)
             loaded.add(stream.mark())
@@ -265,7 +266,8 @@ def test_the_embedding_kernel_waits_for_the_copies_of_its_keys(there, rows, mode
             load(there, kv, blocks, embed=elsewhere)
         load(there, kv, blocks, embed=embed_in_one_call)
         kv.keys.read(0, 0, HISTORY).sum()
-        loader = LayerLoader(kv, there.arena, blocks, there.calibration, embed=embed_in_one_call)
+        kernels = LoadKernels(embed_in_one_call)
+        loader = LayerLoader(kv, there.arena, blocks, there.calibration, kernels=kernels)
         with (
             pytest.raises(RaceError, match="writes what may still be read"),
             CopyStream(CPU).copies(behind_computing=False),

@@ -1,11 +1,13 @@
-"""Loads with a kernel that embeds keys have the bits of loads that torch embeds in place."""
+"""Loads by a kernel have the bits of loads by torch, which embeds keys in place."""
 
 import pytest
 import torch
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
+from inference_svc.runtime.cpu.token_kernel import TokenKernel
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.page_pool import PagePool
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from inference_svc.runtime.transfer import layer_load
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
@@ -13,12 +15,22 @@ from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, pref
 from tests.sampled import sampled_cases
 
 HISTORY, PAGE_TOKENS = 90, 8
-NORMED = ["smollm3", "gemma3"]
+FAMILIES = [
+    "llama",
+    "llama-yarn",
+    "gpt-neox",
+    "glm",
+    "cohere",
+    "smollm3",
+    "gemma3",
+    "gptj",
+    "hunyuan",
+]
 PAGES = [7, 3, 4, 5, 0, 11, 1, 2, 9, 8, 6, 12, 10]
 
 
 class Counted:
-    """The kernel, counting tokens by heads and elements."""
+    """The kernel of a GPU, counting tokens by heads and elements."""
 
     def __init__(self):
         self.num_tokens = {}
@@ -52,7 +64,7 @@ def contents(kv, num_tokens):
 @pytest.mark.parametrize(
     ("name", "on_pages", "piece_items"),
     sampled_cases(
-        ["llama", "llama-yarn", "gpt-neox", "glm", "cohere", *NORMED, "gptj", "hunyuan"],
+        FAMILIES,
         [True, False],
         [1 << 17, 100],
         count=12,
@@ -64,18 +76,58 @@ def test_bits_equal_those_of_torch(
 ):
     """On pages and contiguous, in pieces of any size; keys behind a norm are left to torch."""
     monkeypatch.setattr(layer_load, "PIECE_ITEMS", piece_items)
-    check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
+    check_embedding(tiny(name), make_arena, rows, on_pages=on_pages)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
 @pytest.mark.parametrize("on_pages", [True, False])
 def test_latents_and_index_keys(tiny, make_arena, rows, name, on_pages):
     """Their rotated part lies beside another component, or in a third one."""
-    check_bits(tiny(name), make_arena, rows, on_pages=on_pages)
+    check_embedding(tiny(name), make_arena, rows, on_pages=on_pages)
 
 
-def check_bits(model, make_arena, rows, *, on_pages):
-    """Load a history both ways, after a discard; compare all written rows."""
+@pytest.mark.parametrize(
+    ("name", "on_pages"),
+    sampled_cases(
+        [*FAMILIES, "deepseek-v3", "deepseek-v32", "opt"],
+        [True, False],
+        count=16,
+        seed=1,
+    ),
+)
+def test_a_cpus_kernel_loads_everything(tiny, make_arena, rows, name, on_pages):
+    """Keys, also those behind a norm and those without rotation, and values."""
+    check_bits(tiny(name), make_arena, rows, LoadKernels(load=TokenKernel.load()), on_pages)
+
+
+def test_a_slot_outside_of_the_arena_is_refused(tiny, make_arena, rows):
+    """As torch's own copies refuse it: kvd's answer is not trusted with memory."""
+    model = tiny("llama")
+    _, arena_kv = make_arena(model.calibration.layout, 8)
+    for slot_id in (-1, 8):
+        spans = [rows(0, 0, 16), rows(slot_id, 16, 16)]
+        kernels = LoadKernels(load=TokenKernel.load())
+        kv = model.new_kv(HISTORY)
+        loader = LayerLoader(kv, arena_kv, spans, model.calibration, kernels=kernels)
+        with pytest.raises(IndexError, match="outside of an arena of 8"):
+            loader.load(0)
+
+
+def check_embedding(model, make_arena, rows, *, on_pages):
+    """Check a GPU's kernel, and that it embeds all keys that no norm follows."""
+    kernel = Counted()
+    num_loaded = check_bits(model, make_arena, rows, LoadKernels(embed=kernel), on_pages)
+    embedded = [
+        shape
+        for layer in model.calibration.layers
+        for recipe, shape in zip(layer.components, layer.shape.parts, strict=True)
+        if recipe.rotary is not None and recipe.post is None
+    ]
+    assert kernel.num_tokens == {shape: embedded.count(shape) * num_loaded for shape in embedded}
+
+
+def check_bits(model, make_arena, rows, kernels, on_pages):
+    """Load a history both ways, and again after a discard; return the number of tokens of both."""
     calibration = model.calibration
     _, arena_kv = make_arena(calibration.layout, 8)
     blocks = blocks_of(rows, [5, 6, 7, 0, 4, 2], HISTORY, 16)
@@ -86,26 +138,18 @@ def check_bits(model, make_arena, rows, *, on_pages):
         rows(6, 20, 2, start=9),
         *shift_blocks(rows, blocks),
     ]
-    kernel = Counted()
     for spans in (blocks, gap):
         end = sum(span.num_tokens for span in spans)
         loaded = []
-        for embed in (None, kernel):
+        for kind in (BY_TORCH, kernels):
             kv = paged_kv(model) if on_pages else model.new_kv(HISTORY)
-            loader = LayerLoader(kv, arena_kv, spans, calibration, embed=embed)
+            loader = LayerLoader(kv, arena_kv, spans, calibration, kernels=kind)
             for layer_index in range(len(calibration.layers)):
                 loader.load(layer_index)
             loaded.append(contents(kv, end))
         for by_torch, by_kernel in zip(*loaded, strict=True):
             assert torch.equal(by_torch, by_kernel)
-    embedded = [
-        shape
-        for layer in calibration.layers
-        for recipe, shape in zip(layer.components, layer.shape.parts, strict=True)
-        if recipe.rotary is not None and recipe.post is None
-    ]
-    both = HISTORY + sum(span.num_tokens for span in gap)
-    assert kernel.num_tokens == {shape: embedded.count(shape) * both for shape in embedded}
+    return HISTORY + sum(span.num_tokens for span in gap)
 
 
 def shift_blocks(rows, blocks):

@@ -12,9 +12,10 @@ from transformers.cache_utils import DynamicIndexedLayer
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepClock
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
-from inference_svc.runtime.transfer.layer_load import LayerLoader, _balanced, copy_layer
+from inference_svc.runtime.transfer.layer_load import LayerLoader, copy_layer
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans
+from inference_svc.runtime.transfer.token_runs import balanced
 from tests.sampled import sampled, sampled_cases
 
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ def test_bits_do_not_depend_on_the_spans(tiny, make_arena, rows, name, monkeypat
 def test_pieces_are_few_and_of_about_one_size(runs, max_tokens):
     """A piece ends with a slot: it may have almost one slot more than intended."""
     num_tokens, slot = sum(run.num_tokens for run in runs), max(run.tokens_per_slot for run in runs)
-    groups = list(_balanced(runs, num_tokens, max_tokens))
+    groups = list(balanced(runs, num_tokens, max_tokens))
     sizes = [sum(part.num_tokens for part in group) for group in groups]
     assert sum(sizes) == num_tokens
     assert max(sizes) <= max_tokens + slot - 1

@@ -6,9 +6,10 @@ import torch
 from inference_svc.core.ranges import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.slot_runs import ScatteredTokens, SlotRun
-from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs
+from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans
+from inference_svc.runtime.transfer.token_runs import token_runs
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 NUM_TOKENS = 160
@@ -70,14 +71,14 @@ def test_every_remaining_row_is_loaded_to_its_place(tiny, make_arena, rows, name
 
 def test_short_runs_are_gathered_together(rows):
     """However many; runs of whole blocks, and a single short run, are copied as usual."""
-    many = list(_runs(spans_of(rows, EVERY_THIRD)))
+    many = list(token_runs(spans_of(rows, EVERY_THIRD)))
     assert [type(run) for run in many] == [ScatteredTokens]
     assert many[0].num_tokens == NUM_TOKENS - num_in(EVERY_THIRD)
     whole = [rows(slot, 16 * n, 16) for n, slot in enumerate(SLOTS)]
     tail = rows(11, 160, 3)
-    assert [run.num_tokens for run in _runs([*whole, tail])] == [160, 3]
-    assert all(isinstance(run, SlotRun) for run in _runs([*whole, tail]))
-    mixed = list(_runs([rows(12, 0, 1), rows(13, 1, 2), *whole, tail]))
+    assert [run.num_tokens for run in token_runs([*whole, tail])] == [160, 3]
+    assert all(isinstance(run, SlotRun) for run in token_runs([*whole, tail]))
+    mixed = list(token_runs([rows(12, 0, 1), rows(13, 1, 2), *whole, tail]))
     assert [run.num_tokens for run in mixed] == [3, 160, 3]
 
 

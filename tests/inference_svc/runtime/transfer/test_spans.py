@@ -7,12 +7,14 @@ import torch
 
 from inference_svc.core.scheduling.paged_slots import PagedSlots
 from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.cpu.token_kernel import TokenKernel
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_groups import HeldWindows, LayerGroups
 from inference_svc.runtime.kv.page_pool import PagePool
 from inference_svc.runtime.kv.paged_kv import PagedKv
 from inference_svc.runtime.kv.windowed_kv import WindowedKv
+from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.spans import check_spans, check_windows, windows_beside
@@ -39,7 +41,7 @@ def blocks_of(rows, block_tokens):
     ]
 
 
-def load_blocks(model, arena_kv, blocks, windows, pool, embed=None):
+def load_blocks(model, arena_kv, blocks, windows, pool, kernels=BY_TORCH):
     """Load blocks into KV whose slots are NaN."""
     pages = range(pool.num_pages)[::-1] if isinstance(pool, PagePool) else ()
     kv = pool.new_kv(96, pages)
@@ -47,7 +49,7 @@ def load_blocks(model, arena_kv, blocks, windows, pool, embed=None):
         for layer in component.slots.layers if pages else component.layers:
             layer.fill_(float("nan"))
     kv.begin_at(windows[0].token_offset)
-    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, embed=embed, windows=windows)
+    loader = LayerLoader(kv, arena_kv, blocks, model.calibration, kernels=kernels, windows=windows)
     for layer_index in range(len(model.calibration.layers)):
         loader.load(layer_index)
     kv.num_tokens = check_spans(kv, blocks, model.calibration.layout)
@@ -71,9 +73,19 @@ def holding_pool(model, page_tokens=None):
 
 
 @pytest.mark.parametrize("positions", ["decoupled", "coupled"])
-@pytest.mark.parametrize("holds", ["all", "the last", "the last on pages", "… by a kernel"])
+@pytest.mark.parametrize(
+    ("holds", "by"),
+    [
+        ("all", "torch"),
+        ("the last", "torch"),
+        ("the last", "cpp"),
+        ("the last on pages", "torch"),
+        ("the last on pages", "cpp"),
+        ("the last on pages", "triton"),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_before_a_window_are_never_read(tiny, make_arena, rows, name, holds, positions):
+def test_rows_before_a_window_are_never_read(tiny, make_arena, rows, name, holds, by, positions):
     """They are NaN, and new tokens have the stock model's logits."""
     model = tiny(name, positions=positions, has_windows=True)
     layout = model.calibration.layout
@@ -88,10 +100,14 @@ def test_rows_before_a_window_are_never_read(tiny, make_arena, rows, name, holds
     )
     assert check_windows(windows, HISTORY, layout) == windows[0].token_offset
 
-    is_on_pages = holds not in ("all", "the last")
+    is_on_pages = holds == "the last on pages"
     pool = model.pool if holds == "all" else holding_pool(model, 8 if is_on_pages else None)
-    embed = embed_on_device if holds == "… by a kernel" else None
-    kv = load_blocks(model, arena_kv, blocks, windows, pool, embed)
+    kernels = {
+        "torch": BY_TORCH,
+        "cpp": LoadKernels(load=TokenKernel.load()),
+        "triton": LoadKernels(embed=embed_on_device),
+    }
+    kv = load_blocks(model, arena_kv, blocks, windows, pool, kernels[by])
     assert isinstance(kv, WindowedKv) == (holds == "the last")
     assert isinstance(kv, PagedKv) == is_on_pages
     logits = [model.runner.step([Chunk(kv, new[:20], want_logits=True)])[0]]
