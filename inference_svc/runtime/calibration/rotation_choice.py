@@ -22,10 +22,17 @@ from torch import Tensor
 from inference_svc.runtime.calibration.kernels import is_gpu, no_kernels_on, reason_of
 from inference_svc.runtime.cpu.native_library import NativeLibraryError
 from inference_svc.runtime.cpu.token_kernel import TokenKernel
+from inference_svc.runtime.kv.layer_tensors import TokenRoom
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.rotation import BY_TORCH, EmbedKernel, LoadKernel, LoadKernels
+from inference_svc.runtime.positions.rotation import (
+    BY_TORCH,
+    EmbedKernel,
+    LoadKernel,
+    LoadKernels,
+    TokenCopy,
+)
 from shared.types.errors import ConfigError
 
 RotationName = Literal["auto", "torch", "cpp", "triton"]
@@ -133,8 +140,10 @@ def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | s
         places = torch.arange(len(keys))
         stored = keys[places.flip(0)].unsqueeze(1)  # slots of one token
         tables = None if rotary is None else rotary.tables(start, len(keys))
-        kernel(stored, places.flip(0) * stored.stride(0), tables, region[::2])
-        return places * 2
+        distances = places.flip(0) * stored.stride(0)
+        room = TokenRoom(region, 0, slots=places.flip(0) * 2)
+        kernel([TokenCopy(stored, distances, room, tables)])
+        return places.flip(0) * 2
 
     return _why_refuted(loaded, _kinds(calibration), load) or LoadKernels(load=kernel)
 

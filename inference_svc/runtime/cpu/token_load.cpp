@@ -25,11 +25,31 @@ constexpr int64_t SERIAL = 1 << 17;  // elements for which no other thread is wo
 
 typedef int32_t Order __attribute__((vector_size(LANES * sizeof(float))));
 
+// The tokens of one component; `token_kernel.py` fills it in, field by field. Distances and strides are in elements.
+struct Copy {
+  const char* slots;                             // the first token of slot 0; its heads are adjacent
+  const int64_t* distances;                      // [count], of each token from it
+  char* out;
+  const int64_t* rows;                           // [count], where each token goes; null: in order
+  int64_t count, heads, dim, row_stride, head_stride;
+  int64_t item_bytes;                            // 2 or 4; keys of two bytes are bfloat16
+  const void *cosines, *sines;                   // [count, width]; null: tokens are copied as they are
+  int64_t factor_bytes;                          // of the tables: 2, bfloat16, or 4
+  int64_t width;                                 // elements that are rotated; later ones are copied
+  const int64_t *source, *partner;               // [width], the elements that cosines and sines multiply
+
+  const char* token(int64_t t, int64_t head) const { return slots + (distances[t] + head * dim) * item_bytes; }
+  char* target(int64_t t, int64_t head) const {
+    return out + ((rows ? rows[t] : t) * row_stride + head * head_stride) * item_bytes;
+  }
+  bool is_large() const { return count * heads * dim > SERIAL; }
+};
+
 // Round to the tables' type.
-template <typename T>
+template <typename F>
 inline Lanes rounded(Lanes lanes) {
-  if constexpr (std::is_same_v<T, float>) return lanes;
-  T narrowed[LANES];
+  if constexpr (std::is_same_v<F, float>) return lanes;
+  F narrowed[LANES];
   store(lanes, narrowed);
   return load(narrowed);
 }
@@ -48,6 +68,12 @@ Lookup lookup_of(const int64_t* index, int64_t dim) {
   return lookup;
 }
 
+std::vector<Lookup> lookups_of(const int64_t* index, const Copy& copy) {
+  std::vector<Lookup> lookups;
+  for (int64_t j = 0; j + LANES <= copy.width; j += LANES) lookups.push_back(lookup_of(index + j, copy.dim));
+  return lookups;
+}
+
 template <typename T>
 inline Lanes take(const Lookup& lookup, const T* token) {
   if (lookup.base >= 0) return __builtin_shuffle(load(token + lookup.base), lookup.order);
@@ -56,103 +82,49 @@ inline Lanes take(const Lookup& lookup, const T* token) {
   return taken;
 }
 
-// first: the first token of the first slot. distances: [count], from there, in elements; heads are adjacent.
-// out: token_stride and head_stride elements between its tokens and heads.
-template <typename T>
-struct Tokens {
-  const T* first;
-  const int64_t* distances;
-  int64_t count, heads, dim;
-  T* out;
-  int64_t token_stride, head_stride;
-};
-
-// The elements of a token that a rotation multiplies: `source` by cosines, `partner` by sines.
-struct Rotation {
-  int64_t width;                          // elements that are rotated; later ones are copied
-  const int64_t *source, *partner;        // [width]
-  std::vector<Lookup> sources, partners;  // of their whole vectors
-
-  Rotation(int64_t width, const int64_t* source, const int64_t* partner, int64_t dim)
-      : width(width), source(source), partner(partner) {
-    for (int64_t j = 0; j + LANES <= width; j += LANES) {
-      sources.push_back(lookup_of(source + j, dim));
-      partners.push_back(lookup_of(partner + j, dim));
-    }
-  }
-};
-
-template <typename T>
-void copy(const Tokens<T>& tokens, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens.count * tokens.heads * tokens.dim > SERIAL)
-  for (int64_t t = 0; t < tokens.count; ++t) {
-    const T* token = tokens.first + tokens.distances[t];
-    T* out = tokens.out + t * tokens.token_stride;
-    for (int64_t h = 0; h < tokens.heads; ++h)
-      std::memcpy(out + h * tokens.head_stride, token + h * tokens.dim, tokens.dim * sizeof(T));
-  }
+void copy_tokens(const Copy& copy, int threads) {
+#pragma omp parallel for num_threads(threads) if (copy.is_large())
+  for (int64_t t = 0; t < copy.count; ++t)
+    for (int64_t h = 0; h < copy.heads; ++h)
+      std::memcpy(copy.target(t, h), copy.token(t, h), copy.dim * copy.item_bytes);
 }
 
-// Write the embedded elements of one head of a token.
+// Copy tokens of type T, and embed them by tables of type F.
 template <typename T, typename F>
-inline void embed_row(const T* token, const F* cosines, const F* sines, const Rotation& rotation, T* out) {
-  const int64_t whole = rotation.sources.size() * LANES;
-  for (int64_t j = 0; j < whole; j += LANES) {
-    const Lanes by_cosine = rounded<F>(take(rotation.sources[j / LANES], token) * load(cosines + j));
-    const Lanes by_sine = rounded<F>(take(rotation.partners[j / LANES], token) * load(sines + j));
-    store(rounded<F>(by_cosine + by_sine), out + j);
-  }
-  for (int64_t j = whole; j < rotation.width; ++j) {
-    F by_cosine, by_sine, sum;
-    narrow(widen(token[rotation.source[j]]) * widen(cosines[j]), by_cosine);
-    narrow(widen(token[rotation.partner[j]]) * widen(sines[j]), by_sine);
-    narrow(widen(by_cosine) + widen(by_sine), sum);
-    narrow(widen(sum), out[j]);
-  }
-}
-
-template <typename T, typename F>
-void embed(const Tokens<T>& tokens, const F* cosines, const F* sines, const Rotation& rotation, int threads) {
-  const int64_t width = rotation.width;
-#pragma omp parallel for num_threads(threads) if (tokens.count * tokens.heads * tokens.dim > SERIAL)
-  for (int64_t t = 0; t < tokens.count; ++t) {
-    for (int64_t h = 0; h < tokens.heads; ++h) {
-      const T* token = tokens.first + tokens.distances[t] + h * tokens.dim;
-      T* out = tokens.out + t * tokens.token_stride + h * tokens.head_stride;
-      embed_row(token, cosines + t * width, sines + t * width, rotation, out);
-      std::memcpy(out + width, token + width, (tokens.dim - width) * sizeof(T));
+void embed_tokens(const Copy& copy, int threads) {
+  const std::vector<Lookup> sources = lookups_of(copy.source, copy), partners = lookups_of(copy.partner, copy);
+  const int64_t width = copy.width, whole = sources.size() * LANES;
+#pragma omp parallel for num_threads(threads) if (copy.is_large())
+  for (int64_t t = 0; t < copy.count; ++t) {
+    const F* cosines = static_cast<const F*>(copy.cosines) + t * width;
+    const F* sines = static_cast<const F*>(copy.sines) + t * width;
+    for (int64_t h = 0; h < copy.heads; ++h) {
+      const T* token = reinterpret_cast<const T*>(copy.token(t, h));
+      T* out = reinterpret_cast<T*>(copy.target(t, h));
+      for (int64_t j = 0; j < whole; j += LANES) {
+        const Lanes by_cosine = rounded<F>(take(sources[j / LANES], token) * load(cosines + j));
+        const Lanes by_sine = rounded<F>(take(partners[j / LANES], token) * load(sines + j));
+        store(rounded<F>(by_cosine + by_sine), out + j);
+      }
+      for (int64_t j = whole; j < width; ++j) {
+        F by_cosine, by_sine, sum;
+        narrow(widen(token[copy.source[j]]) * widen(cosines[j]), by_cosine);
+        narrow(widen(token[copy.partner[j]]) * widen(sines[j]), by_sine);
+        narrow(widen(by_cosine) + widen(by_sine), sum);
+        narrow(widen(sum), out[j]);
+      }
+      std::memcpy(out + width, token + width, (copy.dim - width) * sizeof(T));
     }
   }
 }
 
 }  // namespace
 
-// Load tokens as they are, of 2 or 4 bytes an element.
-extern "C" void copy_tokens(const void* first, const int64_t* distances, int64_t count, int64_t heads, int64_t dim,
-                            void* out, int64_t token_stride, int64_t head_stride, int item_bytes, int threads) {
-  const auto as = [&](auto item) {
-    using T = decltype(item);
-    const Tokens<T> tokens{static_cast<const T*>(first), distances,    count,      heads, dim,
-                           static_cast<T*>(out),         token_stride, head_stride};
-    copy(tokens, threads);
-  };
-  item_bytes == 4 ? as(uint32_t()) : as(uint16_t());
-}
-
-// Load keys, and embed them. cosines, sines: [count, width]. source, partner: see Rotation. The keys are bfloat16, or
-// else float, and so are the tables.
-extern "C" void embed_tokens(const void* first, const int64_t* distances, int64_t count, int64_t heads, int64_t dim,
-                             void* out, int64_t token_stride, int64_t head_stride, const void* cosines,
-                             const void* sines, int64_t width, const int64_t* source, const int64_t* partner,
-                             int is_bfloat16, int tables_are_bfloat16, int threads) {
-  const Rotation rotation(width, source, partner, dim);
-  const auto as = [&](auto item, auto factor) {
-    using T = decltype(item);
-    using F = decltype(factor);
-    const Tokens<T> tokens{static_cast<const T*>(first), distances,    count,      heads, dim,
-                           static_cast<T*>(out),         token_stride, head_stride};
-    embed(tokens, static_cast<const F*>(cosines), static_cast<const F*>(sines), rotation, threads);
-  };
-  if (!is_bfloat16) return as(float(), float());
-  tables_are_bfloat16 ? as(Bfloat16(), Bfloat16()) : as(Bfloat16(), float());
+extern "C" void load_tokens(const Copy* copies, int64_t num_copies, int threads) {
+  for (const Copy* copy = copies; copy < copies + num_copies; ++copy) {
+    if (!copy->cosines) copy_tokens(*copy, threads);
+    else if (copy->item_bytes == 4) embed_tokens<float, float>(*copy, threads);
+    else if (copy->factor_bytes == 4) embed_tokens<Bfloat16, float>(*copy, threads);
+    else embed_tokens<Bfloat16, Bfloat16>(*copy, threads);
+  }
 }

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +128,10 @@ class ContiguousTokens(LayerTensors):
         """Yield a view of a layer's tokens, [num_tokens, kv_heads, dim], for the caller to fill."""
         yield self.read(layer_index, first, num_tokens)
 
+    def room(self, layer_index: int, first: int, _num_tokens: int) -> "TokenRoom":
+        """Return where a layer's tokens from `first` on lie."""
+        return TokenRoom(self.layers[layer_index], self.token_dim, first)
+
     def region(self, layer_index: int) -> Tensor:
         """View the memory that holds a layer's tokens, [slots, kv_heads, dim]."""
         return self.layers[layer_index][0].transpose(0, 1)
@@ -180,6 +184,22 @@ class SlotTensors(LayerTensors):
         )
 
 
+class TokenRoom(NamedTuple):
+    """Where tokens lie in a layer's tensor, whose dimension 1 are the heads.
+
+    Attributes:
+        layer: the tensor.
+        token_dim: its dimension of token slots.
+        first: the slot of the first token; the others follow it.
+        slots: [n] int64, the slots instead, if they are not adjacent; `first` is 0 then.
+    """
+
+    layer: Tensor
+    token_dim: int
+    first: int = 0
+    slots: Tensor | None = None
+
+
 class TokenTensors(Protocol):
     """One component (keys, values or index keys) of one sequence's tokens, by position and layer.
 
@@ -209,6 +229,9 @@ class TokenTensors(Protocol):
 
     def read(self, layer_index: int, first: int, num_tokens: int) -> Tensor:
         """Return a layer's tokens, [num_tokens, kv_heads, dim]; a view or a copy."""
+
+    def room(self, layer_index: int, first: int, num_tokens: int) -> TokenRoom:
+        """Return where a layer's tokens from `first` on lie, for kernels; it makes no view."""
 
     def filling(
         self, layer_index: int, first: int, num_tokens: int

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from inference_svc.core.scheduling.held_slots import PageCopy
 from inference_svc.runtime.kv.layer_groups import LayerGroups
-from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, SlotTensors
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, SlotTensors, TokenRoom
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.memory import copy_to_device
 from shared.types.units import ceil_div
@@ -195,6 +195,13 @@ class PagedTokens:
         if table.is_run(first, num_tokens):
             return layer.narrow(0, table.slot_of(first), num_tokens)
         return table.gather(layer, first, num_tokens)
+
+    def room(self, layer_index: int, first: int, num_tokens: int) -> TokenRoom:
+        """Return where a layer's tokens from `first` on lie."""
+        layer, table = self.slots[layer_index], self._tables.of(layer_index)
+        if table.is_run(first, num_tokens):
+            return TokenRoom(layer, self.slots.token_dim, table.slot_of(first))
+        return TokenRoom(layer, self.slots.token_dim, 0, table.slot_index(first, num_tokens))
 
     @contextmanager
     def filling(self, layer_index: int, first: int, num_tokens: int) -> Iterator[Tensor]:

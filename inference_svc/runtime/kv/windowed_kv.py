@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.layer_tensors import ContiguousTokens
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenRoom
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
 
 
@@ -62,6 +62,11 @@ class WindowedTokens(ContiguousTokens):
         if row < 0:
             raise AssertionError(f"token {first} of a layer that holds those {-row} behind it")
         return super().read(layer_index, row, num_tokens)
+
+    def room(self, layer_index: int, first: int, _num_tokens: int) -> TokenRoom:
+        """Return where a layer's tokens from `first` on lie."""
+        row = first - self.first_token(layer_index)
+        return TokenRoom(self.layers[layer_index], self.token_dim, row)
 
     @contextmanager
     def filling(self, layer_index: int, first: int, num_tokens: int) -> Iterator[Tensor]:

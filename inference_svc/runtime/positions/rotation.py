@@ -25,6 +25,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.kv.layer_tensors import TokenRoom
+
 MAX_RUNS = 8  # most slices of a permutation; with more, one gather is cheaper
 
 
@@ -162,21 +164,30 @@ class EmbedKernel(Protocol):
         """
 
 
+class TokenCopy(NamedTuple):
+    """Tokens of one component that are to be copied out of slots, and embedded if they are keys.
+
+    Attributes:
+        slots: [num_slots, block_tokens, heads, dim], a component of all slots.
+        distances: [n] int64, by token, its distance from the first token of slot 0 in elements;
+            within the slots.
+        room: where they go, in tensors of the same dtype and of any strides.
+        tables: the factors of exactly the tokens' positions; None: they are copied as they are.
+    """
+
+    slots: Tensor
+    distances: Tensor
+    room: TokenRoom
+    tables: Tables | None
+
+
 class LoadKernel(Protocol):
     """Copies tokens out of slots in the CPU's memory, and embeds keys on the way."""
 
-    def __call__(
-        self, slots: Tensor, distances: Tensor, tables: Tables | None, out: Tensor
-    ) -> None:
-        """Write tokens to `out`; keys have the bits of `Rotator.rotate_into`.
+    def __call__(self, copies: Sequence[TokenCopy]) -> None:
+        """Make these copies; no other slot changes.
 
-        Args:
-            slots: [num_slots, block_tokens, heads, dim], a component of all slots; slots and tokens
-                of any stride.
-            distances: [n] int64, by token, its distance from the first token of slot 0 in elements;
-                within the slots.
-            tables: the factors of exactly the tokens' positions; None: they are only copied.
-            out: [n, heads, dim] of the same dtype; tokens and heads of any stride.
+        Embedded keys have the bits of `Rotator.rotate_into`.
         """
 
 

@@ -313,6 +313,15 @@ class KvdLoads:
     ) -> None:
         """Copy layers of a grant on the load thread, or, while kvd reads, on a read thread."""
         tensors = self._calls.as_tensors(grant.arena)
+        loader = LayerLoader(
+            kv,
+            tensors,
+            grant.spans,
+            self._calibration,
+            tail,
+            self._kernels,
+            windows=grant.windows,
+        )
 
         def copy(wait_layer: Callable[[int], object]) -> None:
             stream = CopyStream(kv.device)
@@ -338,15 +347,6 @@ class KvdLoads:
                             f"{grant.end_token} tokens",
                             "the turn is recomputed",
                         )
-                loader = LayerLoader(
-                    kv,
-                    tensors,
-                    grant.spans,
-                    self._calibration,
-                    tail,
-                    self._kernels,
-                    windows=grant.windows,
-                )
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)
@@ -355,6 +355,8 @@ class KvdLoads:
                     loaded.add(mark)
                 loaded.finish()
 
+        # The step that waits for these layers is begun first: what it takes is on this thread.
+        await asyncio.sleep(0)
         if grant.progress is None:
             await self._threads.load.run(copy, no_wait)
         else:

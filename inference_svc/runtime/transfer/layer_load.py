@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.arena_kv import ArenaKv, part_of
-from inference_svc.runtime.kv.layer_tensors import TokenTensors
+from inference_svc.runtime.kv.layer_tensors import TokenRoom, TokenTensors
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.kv.slot_runs import SlotRun
 from inference_svc.runtime.memory import copy_to_device
@@ -30,10 +30,10 @@ from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import (
     BY_TORCH,
     EmbedKernel,
-    LoadKernel,
     LoadKernels,
     Rotator,
     Tables,
+    TokenCopy,
 )
 from inference_svc.runtime.transfer.spans import Span
 from inference_svc.runtime.transfer.token_runs import Run, balanced, place_of, placed, token_runs
@@ -62,7 +62,10 @@ class LayerLoader:
         *,
         windows: Sequence[GrantedWindow] = (),
     ) -> None:
-        """Prepare the copies that all layers share.
+        """Prepare the copies.
+
+        On a CPU that is all that takes operations of torch. Each gives up the interpreter's lock,
+        for which a copy thread would then have to wait beside a forward.
 
         Args:
             kv: the sequence's KV, with room for the spans; the caller holds it.
@@ -73,7 +76,7 @@ class LayerLoader:
             tail: a write buffer that begins within the last span, or at its end. It keeps the
                 span's tokens from there on as they are stored, before RoPE, since the next store
                 replaces that block by a longer one. None: nothing is saved.
-            kernels: those that load tokens; on a device keys that a norm follows are left to torch.
+            kernels: those that load tokens; keys that a norm follows are left to torch.
             windows: the windows of the last tokens, which layers with a window are loaded from;
                 they may begin before the first span.
         """
@@ -86,6 +89,9 @@ class LayerLoader:
         num_parts = calibration.layout.window_slots
         parts = [spans, *(part_of(windows, part) for part in range(num_parts))]
         self._sources = [_Source(part, tail) if part else None for part in parts]
+        self._copies: list[list[TokenCopy]] = []
+        if self._load_kernel is not None:
+            self._copies = [list(self._copies_of(index)) for index in range(len(self._layers))]
 
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
@@ -95,36 +101,45 @@ class LayerLoader:
         if source is None:  # a grant that another one follows has no windows
             return
         for component, recipe in enumerate(self._layers[layer_index].components):
-            if self._load_kernel is not None:
-                self._load(source, layer_index, component, recipe, self._load_kernel)
-            elif recipe.rotary is None:
+            if self._loads_by_kernel(recipe):
+                continue
+            if recipe.rotary is None:
                 self._place(source, layer_index, component)
             elif self._embed_kernel is None or recipe.post is not None:
                 self._embed(source, layer_index, component, recipe.rotary, recipe.post)
             else:
                 self._land(source, layer_index, component, recipe.rotary, self._embed_kernel)
-        if self._tail is not None and source.tail_run is not None:
+        if self._load_kernel is not None:
+            self._load_kernel(self._copies[layer_index])
+        elif self._tail is not None and source.tail_run is not None:
             places = source.places_in_tail(self._tail, source.tail_run)
             for component in range(len(self._layers[layer_index].components)):
                 kept = self._tail.components[component][layer_index]
                 self._arena.gather_to(layer_index, component, source.tail_run, kept, places)
 
-    def _load(
-        self,
-        source: "_Source",
-        layer_index: int,
-        component: int,
-        recipe: ComponentRecipe,
-        kernel: LoadKernel,
-    ) -> None:
-        """Copy a component to its token slots in one call, and embed it on the way."""
-        tokens = self._kv.components[component]
-        distances = source.distances(self._arena, layer_index, component)
-        tables = None if recipe.rotary is None else source.tables(recipe.rotary)
-        with tokens.filling(layer_index, source.first, source.num_tokens) as out:
-            kernel(self._arena.view(layer_index, component), distances, tables, out)
-            if recipe.post is not None:
-                recipe.post.apply_to(out)
+    def _loads_by_kernel(self, recipe: ComponentRecipe) -> bool:
+        """Whether the kernel of a CPU copies a component and embeds it; no norm may follow."""
+        return self._load_kernel is not None and recipe.post is None
+
+    def _copies_of(self, layer_index: int) -> Iterator[TokenCopy]:
+        """Yield what the kernel copies: a layer's tokens, and those that the tail keeps."""
+        source = self._sources[self._layout.part_of(layer_index)]
+        if source is None:
+            return
+        for component, recipe in enumerate(self._layers[layer_index].components):
+            slots = self._arena.view(layer_index, component)
+            if self._loads_by_kernel(recipe):
+                tokens = self._kv.components[component]
+                distances = source.distances(self._arena, layer_index, component)
+                tables = None if recipe.rotary is None else source.tables(recipe.rotary)
+                room = tokens.room(layer_index, source.first, source.num_tokens)
+                yield TokenCopy(slots, distances, room, tables)
+            if self._tail is not None and source.tail_run is not None:
+                kept = self._tail.components[component]
+                places = source.places_in_tail(self._tail, source.tail_run)
+                room = TokenRoom(kept[layer_index], kept.token_dim, slots=places)
+                distances = source.distances(self._arena, layer_index, component, of_tail=True)
+                yield TokenCopy(slots, distances, room, None)
 
     def _place(self, source: "_Source", layer_index: int, component: int) -> None:
         """Copy a component that is not rotated to its token slots."""
@@ -267,11 +282,14 @@ class _Source:
         self._places: dict[tuple[int, int], list[tuple[Run, Tensor]]] = {}
         self._tail_places: dict[int, Tensor] = {}
 
-    def distances(self, arena: ArenaKv, layer_index: int, component: int) -> Tensor:
-        """Return the tokens' distances in a component of an arena, see `ArenaKv.distances`."""
-        kind = arena.view(layer_index, component).stride()
+    def distances(
+        self, arena: ArenaKv, layer_index: int, component: int, *, of_tail: bool = False
+    ) -> Tensor:
+        """Return the distances of all tokens, or of the tail's; see `ArenaKv.distances`."""
+        kind = (*arena.view(layer_index, component).stride(), of_tail)
         if kind not in self._distances:
-            self._distances[kind] = arena.distances(layer_index, component, self.runs)
+            runs = [self.tail_run] if of_tail and self.tail_run else self.runs
+            self._distances[kind] = arena.distances(layer_index, component, runs)
         return self._distances[kind]
 
     def tables(self, rotary: RotaryTable) -> Tables:
@@ -295,7 +313,7 @@ class _Source:
 
     def places_in_tail(self, tail: WriteBuffer, run: SlotRun) -> Tensor:
         """Return the slots of the tail's first tokens, [n] int64 on the device; as `places_in`."""
-        thread = threading.get_ident()
+        thread = 0 if tail.device.type == "cpu" else threading.get_ident()
         if thread not in self._tail_places:
             slots = tail.slots_of(tail.first_token, run.num_tokens)
             self._tail_places[thread] = copy_to_device(tail.device, torch.tensor(slots))

@@ -1,7 +1,6 @@
 """The choice of key embedding: a named one is proven or refused, "auto" falls back."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -20,12 +19,6 @@ def llama(tiny):
     """A tiny Llama and its calibration."""
     model = tiny("llama")
     return model.loaded, model.calibration
-
-
-@pytest.fixture(scope="module")
-def cpp():
-    """The kernel in C++."""
-    return TokenKernel.load()
 
 
 def nearly(keys, tables, region, slots):
@@ -92,28 +85,37 @@ def test_dtypes_that_the_kernel_of_a_cpu_does_not_take_are_left_to_torch(tiny, d
     assert (chosen.load is not None) == (dtype == torch.bfloat16)
 
 
-def one_bit_off(cpp, slots, distances, tables, out):
-    cpp(slots, distances, tables, out)
-    number = out[-1, -1, -1]
+def spoilt(spoil):
+    """Return the kernel of a CPU with results that `spoil` changes."""
+    kernel = TokenKernel.load()
+
+    def load(copies):
+        kernel(copies)
+        spoil(copies[0].room)
+
+    return load
+
+
+def one_bit_off(room):
+    number = room.layer[room.slots[-1], -1, -1]
     number.copy_(torch.nextafter(number, torch.tensor(9.0)))
 
 
-def one_token_too_many(cpp, slots, distances, tables, out):
-    cpp(slots, distances, tables, out)
-    out.as_strided((1,), (1,), out.stride(0) // 2).fill_(1.0)
+def one_token_too_many(room):
+    room.layer[1] = 1.0
 
 
 @pytest.mark.parametrize(
-    ("kernel", "reason"),
+    ("spoil", "reason"),
     [
         (one_bit_off, "differ from those of torch"),
         (one_token_too_many, "differ from those of torch"),
         (failing, "no such instruction"),
     ],
 )
-def test_an_unproven_kernel_of_a_cpu_is_not_used(llama, monkeypatch, cpp, kernel, reason):
+def test_an_unproven_kernel_of_a_cpu_is_not_used(llama, monkeypatch, spoil, reason):
     """If it was named it is an error; else torch is used, and the log says why."""
-    monkeypatch.setattr(rotation_choice, "_load_kernel", lambda: partial(kernel, cpp))
+    monkeypatch.setattr(rotation_choice, "_load_kernel", lambda: spoilt(spoil))
     with pytest.raises(ConfigError, match=f"model.rotation = cpp .*{reason}"):
         choose_rotation("cpp", *llama)
     told = []

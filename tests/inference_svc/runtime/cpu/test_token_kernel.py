@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from inference_svc.runtime.cpu.native_library import KERNEL_DIR, load_library
-from inference_svc.runtime.cpu.token_kernel import DTYPES as ROTATED
-from inference_svc.runtime.cpu.token_kernel import TokenKernel
+from inference_svc.runtime.cpu.token_kernel import EMBEDDED, TokenKernel
+from inference_svc.runtime.kv.layer_tensors import TokenRoom
+from inference_svc.runtime.positions.rotation import TokenCopy
 from tests.inference_svc.runtime.positions.test_rotary import DTYPES, ROPES, random_keys, table
 from tests.ropes import DIM, halves, partial
 
@@ -33,22 +34,29 @@ def stored(keys):
 
 
 def load(kernel, keys, tables, room):
-    """Load keys to every third row of a tensor; return them, after checking all other rows."""
-    room.fill_(UNTOUCHED)
-    out = room[1::3][: len(keys)]
-    kernel(*stored(keys), tables, out)
-    found = out.clone()
-    out.fill_(UNTOUCHED)
-    assert (room == UNTOUCHED).all()
-    return found
+    """Load keys to every third row of a tensor; return them, after checking all other rows.
+
+    They go to a view of these rows, and, in another call, by an index, the last one first.
+    """
+    found = []
+    places = torch.arange(3, len(room), 3)[: len(keys)]
+    for rows in (None, places.flip(0)):
+        room.fill_(UNTOUCHED)
+        there = TokenRoom(room[::3], 0, 1) if rows is None else TokenRoom(room, 0, slots=rows)
+        kernel([TokenCopy(*stored(keys), there, tables)])
+        found.append(room[places if rows is None else rows])
+        room[places] = UNTOUCHED
+        assert (room == UNTOUCHED).all()
+    assert torch.equal(*(each.view(torch.uint8) for each in found))
+    return found[0]
 
 
 def room_for(keys):
-    return keys.new_empty(3 * len(keys) + 1, *keys.shape[1:])
+    return keys.new_empty(3 * len(keys) + 4, *keys.shape[1:])
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("dtypes", [kind for kind in DTYPES if kind[0] in ROTATED])
+@pytest.mark.parametrize("dtypes", [kind for kind in DTYPES if kind[0] in EMBEDDED])
 @pytest.mark.parametrize("options", ["-march=native", "-march=x86-64"])
 def test_bits_equal_those_of_torch(tmp_path_factory, rope, dtypes, options):
     """Of halves, interleaved, partial, scaled, permuted; on processors with narrow vectors, too."""
@@ -65,8 +73,8 @@ def test_bits_equal_those_of_torch(tmp_path_factory, rope, dtypes, options):
 def test_tokens_and_heads_may_have_any_strides(kernel, rope):
     """For example latents beside each other, and KV whose heads are contiguous."""
     rotary, keys = table(rope), random_keys(20)
-    by_heads = torch.empty(3, 61, DIM).transpose(0, 1)
-    beside_others = torch.empty(61, 3, DIM + 5)[..., 5:]
+    by_heads = torch.empty(3, 64, DIM).transpose(0, 1)
+    beside_others = torch.empty(64, 3, DIM + 5)[..., 5:]
     for room in (by_heads, beside_others):
         found = load(kernel, keys, rotary.tables(7, len(keys)), room)
         assert torch.equal(found, rotary.rotate(keys, 7))
@@ -95,8 +103,29 @@ def test_what_it_does_not_take_is_refused(kernel):
     keys = random_keys(20)
     slots, distances = stored(keys)
     tables = table(halves).tables(0, len(keys))
-    for out in (torch.empty(20, 3, DIM, dtype=torch.float16), torch.empty(20, DIM, 3).mT):
-        with pytest.raises(RuntimeError, match="cannot be loaded to"):
-            kernel(slots, distances, tables, out)
-    with pytest.raises(RuntimeError, match=r"float16 and tables of torch\.float32"):
-        kernel(slots.half(), distances, tables, torch.empty(20, 3, DIM, dtype=torch.float16))
+    half = torch.empty(20, 3, DIM, dtype=torch.float16)
+    for out in (half, torch.empty(20, DIM, 3).mT):
+        with pytest.raises(ValueError, match="cannot be loaded to"):
+            kernel([TokenCopy(slots, distances, TokenRoom(out, 0), tables)])
+    for first in (-1, 1):
+        with pytest.raises(ValueError, match="20 tokens from slot"):
+            kernel(
+                [TokenCopy(slots, distances, TokenRoom(torch.empty(20, 3, DIM), 0, first), tables)]
+            )
+    with pytest.raises(ValueError, match=r"float16 and tables of torch\.float32"):
+        kernel([TokenCopy(slots.half(), distances, TokenRoom(half, 0), tables)])
+
+
+def test_one_call_makes_several_copies(kernel):
+    """Of components of different shapes."""
+    rotary = table(halves)
+    keys, values = random_keys(45), random_keys(45, heads=1, seed=2)
+    out = [torch.zeros_like(keys), torch.zeros_like(values)]
+    kernel(
+        [
+            TokenCopy(*stored(keys), TokenRoom(out[0], 0), rotary.tables(START, 45)),
+            TokenCopy(*stored(values), TokenRoom(out[1], 0), None),
+        ]
+    )
+    assert torch.equal(out[0], rotary.rotate(keys, START))
+    assert torch.equal(out[1], values)
