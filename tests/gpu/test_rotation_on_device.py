@@ -47,4 +47,4 @@ def test_calibration_accepts_models_with_the_kernel(device, dtypes, name):
     for dtype in dtypes:
         model = build_model(architectures()[name]).to(device, dtype)
         loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
-        assert choose_rotation("triton", loaded, calibrate(loaded)) is embed_on_device
+        assert choose_rotation("triton", loaded, calibrate(loaded)).embed is embed_on_device

@@ -37,6 +37,8 @@ from shared.types.errors import ConfigError
 
 RotationName = Literal["auto", "torch", "cpp", "triton"]
 PROOF_TOKENS = 100  # tokens at each end of the window
+# On a CPU the end of a long window is left out: the tables up to there would take its memory.
+CPU_WINDOW = 1 << 14
 
 # Loads keys, [n, heads, dim], from a position on, with a table, to every other row of a region,
 # [2 n, heads, dim]; returns the row of each. The rows between them must not change.
@@ -124,7 +126,7 @@ def _prove_triton(loaded: LoadedModel, calibration: Calibration) -> LoadKernels 
         kernel(keys, rotary.tables(start, len(keys)), region, slots)
         return slots
 
-    return _why_refuted(loaded, kinds, embed) or LoadKernels(embed=kernel)
+    return _why_refuted(loaded, kinds, embed, loaded.context_window) or LoadKernels(embed=kernel)
 
 
 def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | str:
@@ -145,7 +147,8 @@ def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | s
         kernel([TokenCopy(stored, distances, room, tables)])
         return places.flip(0) * 2
 
-    return _why_refuted(loaded, _kinds(calibration), load) or LoadKernels(load=kernel)
+    window = min(loaded.context_window, CPU_WINDOW)
+    return _why_refuted(loaded, _kinds(calibration), load, window) or LoadKernels(load=kernel)
 
 
 def _embed_kernel() -> EmbedKernel:
@@ -161,13 +164,20 @@ def _load_kernel() -> LoadKernel:
 
 
 @torch.inference_mode()
-def _why_refuted(loaded: LoadedModel, kinds: Sequence[_Kind], load: _Load) -> str:
-    """Return why a kernel must not serve the model; "": its results are torch's to the bit."""
-    num_tokens = min(PROOF_TOKENS, loaded.context_window)
+def _why_refuted(loaded: LoadedModel, kinds: Sequence[_Kind], load: _Load, window: int) -> str:
+    """Return why a kernel must not serve the model; "": its results are torch's to the bit.
+
+    Args:
+        loaded: the model.
+        kinds: the kinds of tokens that the kernel would load.
+        load: loads tokens with it.
+        window: number of positions, of which the first and the last are tried.
+    """
+    num_tokens = min(PROOF_TOKENS, window)
     chance = torch.Generator().manual_seed(5)
     try:
         for rotary, _, (heads, dim) in kinds:
-            for start in (0, loaded.context_window - num_tokens):
+            for start in (0, window - num_tokens):
                 drawn = torch.randn(num_tokens, heads, dim, generator=chance)
                 keys = drawn.to(loaded.device, loaded.dtype)
                 region = keys.new_zeros(2 * num_tokens, heads, dim)

@@ -134,13 +134,16 @@ def test_prefill_is_compared_with_the_stock_model_and_with_the_matrix_rate(measu
 
 
 def test_copies_are_compared_with_plain_ones(measure):
-    """Loads, saves and both at once; without a goal where the CPU embeds the keys."""
+    """Loads, also by torch, saves and both at once; no goal where the CPU embeds the keys."""
     report = measure(CopiesOptions((40, 130), pairs=PAIRS))
     assert [case.name for case in report.cases] == ["40 tokens", "130 tokens"]
     for case in report.cases:
         ways = ("load", "save", "both")
-        assert set(variants(case)) == {*ways, *(f"{way} floor" for way in ways)}
-        assert [ratio.what for ratio in case.ratios] == [f"{way} / {way} floor" for way in ways]
+        floors = {f"{way} floor" for way in ways}
+        assert set(variants(case)) == {*ways, *floors, "load by torch"}
+        ratios = [f"{way} / {way} floor" for way in ways]
+        ratios.insert(1, "load / load by torch")
+        assert [ratio.what for ratio in case.ratios] == ratios
         assert not any(ratio.at_least for ratio in case.ratios)
 
 

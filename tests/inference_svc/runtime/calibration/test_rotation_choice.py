@@ -1,15 +1,17 @@
 """The choice of key embedding: a named one is proven or refused, "auto" falls back."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from inference_svc.runtime.calibration import kernels, rotation_choice
-from inference_svc.runtime.calibration.rotation_choice import choose_rotation
+from inference_svc.runtime.calibration.rotation_choice import CPU_WINDOW, choose_rotation
 from inference_svc.runtime.cpu.native_library import KERNEL_DIR
 from inference_svc.runtime.cpu.token_kernel import TokenKernel
 from inference_svc.runtime.cuda.key_rotation import embed_on_device
+from inference_svc.runtime.positions.recipes import ComponentRecipe
 from inference_svc.runtime.positions.rotation import BY_TORCH, LoadKernels
 from shared.types.errors import ConfigError
 
@@ -123,6 +125,24 @@ def test_an_unproven_kernel_of_a_cpu_is_not_used(llama, monkeypatch, spoil, reas
     assert choose_rotation("auto", *llama) == BY_TORCH
     assert [facts["rotation"] for facts in told] == ["torch"]
     assert reason in told[0]["reason"]
+
+
+def test_a_long_window_takes_no_memory_at_the_start_of_a_cpu(llama):
+    """Tables are computed up to its end only when there are such histories."""
+    loaded, calibration = llama
+    lengths = []
+
+    def rope(keys, positions):
+        lengths.append(len(positions))
+        return calibration.layers[0].key.rotary._rope(keys, positions)
+
+    rotary = copy(calibration.layers[0].key.rotary)
+    rotary._rope, rotary._tables, rotary._max_tokens = rope, None, 1 << 20
+    layer = replace(calibration.layers[0], key=ComponentRecipe(rotary=rotary))
+    long = replace(loaded, context_window=1 << 20)
+    found = choose_rotation("cpp", long, replace(calibration, layers=(layer,)))
+    assert found.load is not None
+    assert max(lengths) == CPU_WINDOW
 
 
 def test_without_a_compiler_torch_loads(llama, monkeypatch, tmp_path):
