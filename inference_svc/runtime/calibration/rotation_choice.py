@@ -147,8 +147,9 @@ def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | s
         kernel([TokenCopy(stored, distances, room, tables)])
         return places.flip(0) * 2
 
+    kinds = [kind for kind in _kinds(calibration) if not kind.has_norm]
     window = min(loaded.context_window, CPU_WINDOW)
-    return _why_refuted(loaded, _kinds(calibration), load, window) or LoadKernels(load=kernel)
+    return _why_refuted(loaded, kinds, load, window) or LoadKernels(load=kernel)
 
 
 def _embed_kernel() -> EmbedKernel:
