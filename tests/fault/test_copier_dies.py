@@ -23,6 +23,7 @@ from inference_svc.runtime.cuda.copier_arena import CopierArena
 from inference_svc.runtime.cuda.copier_channel import CopierChannel
 from inference_svc.runtime.cuda.copier_link import CopierLink
 from inference_svc.runtime.model.model_loader import load_model
+from inference_svc.runtime.positions.rotation import BY_TORCH
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.copy_jobs import Way
 from tests.fake_cuda_path import GPUS, fake_cuda
@@ -92,6 +93,8 @@ def copied(monkeypatch):
 
     monkeypatch.setattr(CopierChannel, "begin", counted)
     monkeypatch.setattr(assembly, "KvdClient", LinkedClient)
+    # The kernel of a CPU would read kvd's memory itself.
+    monkeypatch.setattr(assembly, "choose_rotation", lambda *_: BY_TORCH)
     return made
 
 

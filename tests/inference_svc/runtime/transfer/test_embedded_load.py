@@ -108,9 +108,8 @@ def test_a_slot_outside_of_the_arena_is_refused(tiny, make_arena, rows):
         spans = [rows(0, 0, 16), rows(slot_id, 16, 16)]
         kernels = LoadKernels(load=TokenKernel.load())
         kv = model.new_kv(HISTORY)
-        loader = LayerLoader(kv, arena_kv, spans, model.calibration, kernels=kernels)
         with pytest.raises(IndexError, match="outside of an arena of 8"):
-            loader.load(0)
+            LayerLoader(kv, arena_kv, spans, model.calibration, kernels=kernels)
 
 
 def check_embedding(model, make_arena, rows, *, on_pages):
