@@ -3,9 +3,10 @@
     torch   rotates keys in place after they were copied, in several calls; supports every recipe
     cpp     one kernel that copies tokens and rotates keys on the way, on a CPU; supports float32
             and bfloat16. Needs g++
-    triton  one kernel that rotates keys while it writes them to their token slots; supports keys
-            without a norm after RoPE (others are left to torch). Needs Triton, and a GPU
-            (TRITON_INTERPRET=1 runs it on a CPU, slowly)
+    triton  one kernel that rotates keys while it writes them to their token slots. Needs Triton,
+            and a GPU (TRITON_INTERPRET=1 runs it on a CPU, slowly)
+
+Both kernels support keys without a norm after RoPE; others are left to torch.
 
 Before it serves, a kernel embeds random keys by each of the model's own rotary tables, at the first
 and the last positions of the window. If a single bit differs from torch's result, or it fails,
@@ -31,18 +32,19 @@ from inference_svc.runtime.positions.rotation import (
     EmbedKernel,
     LoadKernel,
     LoadKernels,
+    Tables,
     TokenCopy,
 )
 from shared.types.errors import ConfigError
 
 RotationName = Literal["auto", "torch", "cpp", "triton"]
 PROOF_TOKENS = 100  # tokens at each end of the window
-# On a CPU the end of a long window is left out: the tables up to there would take its memory.
+# Positions of a longer window that a CPU proves: tables up to its end would take memory at start.
 CPU_WINDOW = 1 << 14
 
-# Loads keys, [n, heads, dim], from a position on, with a table, to every other row of a region,
+# Loads keys, [n, heads, dim], with the factors of their positions, to every other row of a region,
 # [2 n, heads, dim]; returns the row of each. The rows between them must not change.
-_Load = Callable[[Tensor, int, RotaryTable | None, Tensor], Tensor]
+_Load = Callable[[Tensor, Tables | None, Tensor], Tensor]
 
 log = structlog.get_logger()
 
@@ -60,13 +62,13 @@ def choose_rotation(
     Raises:
         ConfigError: the kernel is named and cannot serve here, or its results differ.
     """
+    if name == "torch":
+        return BY_TORCH
     on_gpu = is_gpu(loaded.device)
     if name == "auto" and on_gpu and not any(_is_embedded(kind) for kind in _kinds(calibration)):
         return BY_TORCH
     fastest: RotationName = "triton" if on_gpu else "cpp"
     wanted = fastest if name == "auto" else name
-    if wanted == "torch":
-        return BY_TORCH
     found = (_prove_triton if wanted == "triton" else _prove_cpp)(loaded, calibration)
     if not isinstance(found, str):
         log.info("rotation_chosen", rotation=wanted)
@@ -120,10 +122,10 @@ def _prove_triton(loaded: LoadedModel, calibration: Calibration) -> LoadKernels 
         return reason
     kernel = _embed_kernel()
 
-    def embed(keys: Tensor, start: int, rotary: RotaryTable | None, region: Tensor) -> Tensor:
-        assert rotary is not None, "keys without a table are not embedded"  # noqa: S101
+    def embed(keys: Tensor, tables: Tables | None, region: Tensor) -> Tensor:
         slots = torch.arange(len(keys), device=keys.device).flip(0) * 2
-        kernel(keys, rotary.tables(start, len(keys)), region, slots)
+        if tables is not None:  # true of all these kinds
+            kernel(keys, tables, region, slots)
         return slots
 
     return _why_refuted(loaded, kinds, embed, loaded.context_window) or LoadKernels(embed=kernel)
@@ -138,14 +140,12 @@ def _prove_cpp(loaded: LoadedModel, calibration: Calibration) -> LoadKernels | s
     except NativeLibraryError as error:
         return str(error)
 
-    def load(keys: Tensor, start: int, rotary: RotaryTable | None, region: Tensor) -> Tensor:
-        places = torch.arange(len(keys))
-        stored = keys[places.flip(0)].unsqueeze(1)  # slots of one token
-        tables = None if rotary is None else rotary.tables(start, len(keys))
-        distances = places.flip(0) * stored.stride(0)
-        room = TokenRoom(region, 0, slots=places.flip(0) * 2)
-        kernel([TokenCopy(stored, distances, room, tables)])
-        return places.flip(0) * 2
+    def load(keys: Tensor, tables: Tables | None, region: Tensor) -> Tensor:
+        backwards = torch.arange(len(keys)).flip(0)
+        stored = keys[backwards].unsqueeze(1)  # slots of one token
+        room = TokenRoom(region, 0, slots=backwards * 2)
+        kernel([TokenCopy(stored, backwards * stored.stride(0), room, tables)])
+        return backwards * 2
 
     kinds = [kind for kind in _kinds(calibration) if not kind.has_norm]
     window = min(loaded.context_window, CPU_WINDOW)
@@ -182,7 +182,8 @@ def _why_refuted(loaded: LoadedModel, kinds: Sequence[_Kind], load: _Load, windo
                 drawn = torch.randn(num_tokens, heads, dim, generator=chance)
                 keys = drawn.to(loaded.device, loaded.dtype)
                 region = keys.new_zeros(2 * num_tokens, heads, dim)
-                places = load(keys, start, rotary, region)
+                tables = None if rotary is None else rotary.tables(start, num_tokens)
+                places = load(keys, tables, region)
                 expected = torch.zeros_like(region)
                 expected[places] = keys if rotary is None else rotary.rotate(keys, start)
                 if not torch.equal(region, expected):

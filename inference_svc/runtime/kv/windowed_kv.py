@@ -7,8 +7,8 @@ All lie in one piece of memory. When the rows of layers with a window are full, 
 copied to the first rows (`keep_from`), and the tokens before are dropped.
 
 Attention with a window reads no key before the window, and its keys are still adjacent, so results
-are the same. This needs attention that reads KV in place (`Calibration.mode` "ragged"). Kernels
-that load KV are not supported: they expect a token in the same slot in all layers.
+are the same. This needs attention that reads KV in place (`Calibration.mode` "ragged"). A device's
+kernels that load KV are not supported: they expect a token in the same slot in all layers.
 """
 
 from collections.abc import Iterator, Sequence

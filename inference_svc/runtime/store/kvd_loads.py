@@ -355,7 +355,7 @@ class KvdLoads:
                     loaded.add(mark)
                 loaded.finish()
 
-        # The step that waits for these layers is begun first: what it takes is on this thread.
+        # First let the loop launch the step, for which a copy thread would take the lock of Python.
         await asyncio.sleep(0)
         if grant.progress is None:
             await self._threads.load.run(copy, no_wait)

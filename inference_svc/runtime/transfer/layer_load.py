@@ -313,6 +313,7 @@ class _Source:
 
     def places_in_tail(self, tail: WriteBuffer, run: SlotRun) -> Tensor:
         """Return the slots of the tail's first tokens, [n] int64 on the device; as `places_in`."""
+        # A CPU has no streams, and there another thread prepares the slots than the one that loads.
         thread = 0 if tail.device.type == "cpu" else threading.get_ident()
         if thread not in self._tail_places:
             slots = tail.slots_of(tail.first_token, run.num_tokens)
