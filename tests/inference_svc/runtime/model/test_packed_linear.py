@@ -120,11 +120,13 @@ def packed_outputs(packing):
 
 
 def test_small_layers_are_packed_unless_one_row_takes_longer(packing):
-    """As it does with oneDNN in float32."""
+    """As it does with oneDNN in float32; our kernel takes bfloat16 on some processors only."""
     is_slow = packing.name == "torch"
     least = MIN_WEIGHTS_ONEDNN_FLOAT32 if is_slow else MIN_WEIGHTS
     assert packing.least_weights(torch.float32) == least
-    assert packing.least_weights(torch.bfloat16) == MIN_WEIGHTS < MIN_WEIGHTS_ONEDNN_FLOAT32
+    is_taken = is_slow or not packing.why_unusable(CPU, torch.bfloat16)
+    assert packing.least_weights(torch.bfloat16) == (MIN_WEIGHTS if is_taken else None)
+    assert MIN_WEIGHTS < MIN_WEIGHTS_ONEDNN_FLOAT32
 
 
 def test_unpacked_weights_equal_the_original_ones(model, packing):
