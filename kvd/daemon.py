@@ -35,7 +35,7 @@ from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_
 from kvd.host.directories import check_socket_paths, claim_directory, let_others_enter
 from kvd.host.listening import listen_at
 from kvd.rpc.access import Access
-from kvd.rpc.grpc_servers import GrpcServer, make_servers
+from kvd.rpc.grpc_servers import GrpcServer, make_local_calls, make_servers
 from kvd.rpc.operator_service import OperatorService
 from kvd.rpc.reader_service import ReaderService
 from kvd.rpc.service import Draining, EngineService
@@ -265,6 +265,8 @@ class Daemon:
         engine = EngineService(
             caches, engines, parts.data_socket, self._live, parts.draining, users
         )
+        calls = make_local_calls(self._settings, self._access, engine, self._rpcs)
+        parts.data_socket.serve_calls = calls.serve
         eraser = TenantEraser(caches, parts.events)
         operator = OperatorService(
             caches, engines, scrubber, self.reload, eraser, Transfers(caches, parts.streams)

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvd.engines.copiers import Copiers, NoCopierError, OpenChannel
@@ -92,6 +92,7 @@ class DataConnection:
         wakeup: wakes the engine after its progress words have changed.
         arena: arena that the engine may map; set by Attach.
         channels: channels to copiers that are not known to be over.
+        calls: serves the engine's local calls; None: it has not asked for them.
         gone: set at the end of the connection or of the process.
         has_left: whether the process has reported that it holds no slots any more.
     """
@@ -104,6 +105,7 @@ class DataConnection:
         self.wakeup = Wakeup()
         self.arena: Arena | None = None
         self.channels: list[OpenChannel] = []
+        self.calls: asyncio.Task[None] | None = None
         self.gone = asyncio.Event()
         self.has_left = False
 
@@ -113,7 +115,9 @@ class DataConnection:
         return self.watch is not None and not self.watch.is_dead and not self.has_left
 
     def close(self) -> None:
-        """Close the wakeup, and the watch unless it was taken over."""
+        """End local calls; close the wakeup, and the watch unless it was taken over."""
+        if self.calls is not None:
+            self.calls.cancel()
         self.wakeup.close()
         if self.watch is not None:
             self.watch.close()
@@ -127,6 +131,10 @@ class DataSocket:
         max_connections: most connections at once.
         refused: counts refusals by reason and user ("uid 1000").
         copiers: copiers of engines' GPUs; None: copiers are disabled.
+
+    Attributes:
+        serve_calls: serves local calls over a socket, until that ends or it is cancelled; set
+            before an engine can attach.
     """
 
     def __init__(
@@ -141,6 +149,7 @@ class DataSocket:
         self._max_connections = max_connections
         self._unattached: dict[str, DataConnection] = {}  # token → connection, until Attach
         self._num_connections = 0
+        self.serve_calls: Callable[[socket.socket], Coroutine[None, None, None]] | None = None
         self._on_gone: Callable[[DataConnection], None] = lambda _: None
         self._refusals = RefusalLog("data_connection_refused")
         self._refused = refused or Tally()
@@ -253,7 +262,9 @@ class DataSocket:
     ) -> None:
         arena = connection.arena
         if (
-            not isinstance(message, packets.ArenaRequest | packets.CopierRequest)
+            not isinstance(
+                message, packets.ArenaRequest | packets.CopierRequest | packets.CallsRequest
+            )
             or arena is None
             or message.arena_id != arena.arena_id
         ):
@@ -264,6 +275,9 @@ class DataSocket:
             )
         if isinstance(message, packets.CopierRequest):
             await self._open_channel(sock, connection, arena, message, fds)
+            return
+        if isinstance(message, packets.CallsRequest):
+            self._open_calls(sock, connection)
             return
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
@@ -301,6 +315,20 @@ class DataSocket:
         finally:  # also if the engine has gone meanwhile
             engine_end.close()
             close_fds([pidfd])
+
+    def _open_calls(self, sock: socket.socket, connection: DataConnection) -> None:
+        """Send an engine a socket for its calls."""
+        if self.serve_calls is None or connection.calls is not None:
+            raise MalformedPacketError("the engine has a socket for its calls already")
+        ours, engine_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        with engine_end:
+            try:
+                packets.send(sock, packets.CallSocket(), [engine_end.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        connection.calls = asyncio.create_task(self.serve_calls(ours))
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
         self._refusals.note(reason, f"uid {uid}", message=message)

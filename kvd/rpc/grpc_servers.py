@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from kvd.config import Settings
 from kvd.errors import UnusableSocketError
 from kvd.rpc.access import Access
+from kvd.rpc.local_calls import LocalCalls
 from shared.access.addresses import UNIX, is_unix
 from shared.access.credentials import server_credentials
 from shared.access.settings import TlsSettings
@@ -24,7 +25,7 @@ from shared.process.runtime_dir import (
     OPERATOR_SOCKET,
     READER_SOCKET,
 )
-from shared.serving.grpc_handlers import server_options
+from shared.serving.grpc_handlers import CallInterceptor, server_options
 from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver
@@ -86,11 +87,7 @@ class GrpcServer:
             ConfigError: the address cannot be bound, or its group or TLS files cannot be used.
         """
         server = grpc.aio.server(
-            interceptors=[
-                RpcObserver(self._rpcs, LONG_LIVED),
-                ReportedErrorInterceptor(DOMAIN),
-                self._endpoint.guard,
-            ],
+            interceptors=_interceptors(self._endpoint.guard, self._rpcs),
             options=server_options(
                 MAX_MESSAGE_BYTES, MAX_CONNECTIONS, is_tcp=not is_unix(self._endpoint.address)
             ),
@@ -163,6 +160,19 @@ def make_servers(
     served += [(port, both) for port in ports]
     max_rpcs = settings.limits.max_rpcs
     return [GrpcServer(endpoint, services, max_rpcs, rpcs) for endpoint, services in served]
+
+
+def make_local_calls(
+    settings: Settings, access: Access, engine: object, rpcs: RpcMetrics
+) -> LocalCalls:
+    """Return what answers engines' calls without gRPC, under the rules of the engines' socket."""
+    interceptors = _interceptors(access.guard("engine"), rpcs)
+    return LocalCalls(_ADD["Engine"], engine, interceptors, settings.limits.max_rpcs)
+
+
+def _interceptors(guard: AccessInterceptor, rpcs: RpcMetrics) -> list[CallInterceptor]:
+    """Return the interceptors of every call, the outermost first."""
+    return [RpcObserver(rpcs, LONG_LIVED), ReportedErrorInterceptor(DOMAIN), guard]
 
 
 def _socket(path: Path, access: Access, role: str, group: str) -> Endpoint:

@@ -132,6 +132,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     states=True,
                     windows=True,
                     fetch_waits=True,
+                    local_calls=True,
                     max_queue_jobs=self._live.loaded.settings.limits.max_queue_jobs,
                 )
             )

@@ -18,6 +18,7 @@ import grpc
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
+from shared.kvd_client.local_channel import LocalChannel
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.packets import MAX_FDS, MalformedPacketError, close_fds, receive
@@ -58,7 +59,8 @@ class Attachment:
         progress: the progress words of our loads.
         wakeup_fd: socket to which kvd writes after it has changed a progress word.
         stub: the RPCs of kvd's Engine service.
-        channel: the channel of the stub.
+        channel: gRPC's channel to it.
+        local: the channel of the stub's unary calls; None: an older kvd, they use gRPC as well.
         events: the Attach stream; to cancel it ends the attachment.
         data: the connection to the data socket.
         confirmed_leases: earlier store leases that are still ours, and owed a complete_store.
@@ -79,6 +81,7 @@ class Attachment:
     wakeup_fd: int
     stub: kvd_pb2_grpc.EngineStub
     channel: grpc.aio.Channel
+    local: LocalChannel | None
     events: "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
     data: socket
     confirmed_leases: frozenset[int]
@@ -99,6 +102,8 @@ class Attachment:
             asyncio.create_task(self._read_events(on_draining)),
             asyncio.create_task(self._listen()),
         }
+        if self.local is not None:
+            watched.add(asyncio.create_task(self.local.wait_ended()))
         loop = asyncio.get_running_loop()
         # If the descriptor cannot be polled, waits for layers end by their deadlines only.
         with contextlib.suppress(OSError):
@@ -197,6 +202,8 @@ class Attachment:
                 packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()
+        if self.local is not None:
+            self.local.close()
         os.close(self.wakeup_fd)
         await self.channel.close(None)
 
@@ -280,6 +287,13 @@ async def _shake_hands(
     if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
         os.close(wakeup_fd)
         raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
+    local = None
+    if attached.local_calls:
+        try:
+            local = await _open_calls(data, attached.arena_id, channel)
+        except BaseException:
+            os.close(wakeup_fd)
+            raise
     held = frozenset(request.held_leases)
     confirmed = held & frozenset(attached.confirmed_leases)
     return Attachment(
@@ -287,8 +301,9 @@ async def _shake_hands(
         mapped=mapped,
         progress=progress,
         wakeup_fd=wakeup_fd,
-        stub=stub,
+        stub=stub if local is None else kvd_pb2_grpc.EngineStub(local),
         channel=channel,
+        local=local,
         events=events,
         data=data,
         confirmed_leases=confirmed,
@@ -330,6 +345,20 @@ async def _map_arena(
     finally:
         close_fds([fd for fd in fds if fd != keep_fd])
     return mapped, progress, keep_fd
+
+
+async def _open_calls(data: socket, arena_id: str, streams: grpc.aio.Channel) -> LocalChannel:
+    """Request a socket for our calls."""
+    packets.send(data, packets.CallsRequest(arena_id))
+    answer, fds = await _receive_message(data)
+    if not isinstance(answer, packets.CallSocket) or len(fds) != 1:
+        close_fds(fds)
+        raise _unexpected(answer)
+    sock = socket(fileno=fds[0])
+    sock.setblocking(False)
+    local = LocalChannel(streams)
+    await local.open(sock)
+    return local
 
 
 async def _receive_message(data: socket) -> tuple[packets.Message, list[int]]:

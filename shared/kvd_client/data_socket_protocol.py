@@ -11,6 +11,8 @@ The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its 
                                           + slots, progress words, wakeup (SCM_RIGHTS)
     copier {arena_id, device, …}  ->      optional; again when a copier has died
       + ring in the GPU's memory  <-      channel {} + channel, pidfd of the copier, or no_copier
+    calls {arena_id}              ->      optional, once: see CallFrame in the .proto file
+                                  <-      call_socket {} + a stream socket
     ... the connection stays open; kvd sends only what was requested ...
     leaving {}                    ->      no thread of the engine uses a slot any more
     close
@@ -83,6 +85,18 @@ class NoCopier:
 
 
 @dataclass(frozen=True)
+class CallsRequest:
+    """Requests a socket for calls without gRPC; `arena_id` is that of the mapped arena."""
+
+    arena_id: str
+
+
+@dataclass(frozen=True)
+class CallSocket:
+    """Answer to CallsRequest, with the descriptor of a stream socket."""
+
+
+@dataclass(frozen=True)
 class Leaving:
     """Last packet of an engine that ends its attachment in order, and uses no slots any more."""
 
@@ -102,6 +116,8 @@ Message: TypeAlias = (
     | CopierRequest
     | CopierChannel
     | NoCopier
+    | CallsRequest
+    | CallSocket
     | Leaving
     | Refused
 )
@@ -114,6 +130,8 @@ DATA_SOCKET_PACKETS = PacketFamily[Message](
         "copier": CopierRequest,
         "channel": CopierChannel,
         "no_copier": NoCopier,
+        "calls": CallsRequest,
+        "call_socket": CallSocket,
         "leaving": Leaving,
         "refused": Refused,
     }

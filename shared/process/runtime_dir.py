@@ -19,6 +19,7 @@ FILES_SOCKET = "files.sock"
 STREAM_TOKEN_BYTES = 16  # a connection to files.sock begins with a token of so many bytes
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, without the final NUL
 MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: the token ids of a four-million-token session
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (1 << 16)  # of a local call: a message and what is beside it
 
 SYSTEM_RUNTIME_DIR = Path("/run/kvd")  # RuntimeDirectory= of systemd/kvd.service
 SYSTEM_STATE_DIR = Path("/var/lib/kvd")  # StateDirectory= of systemd/kvd.service
