@@ -1,1 +1,1 @@
-"""kvd's gRPC services, access control of their callers, and replicas of engines' queues."""
+"""kvd's gRPC services, engines' calls without gRPC, access control of callers, and queue replicas."""
