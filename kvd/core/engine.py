@@ -178,6 +178,7 @@ class CacheEngine:
             self.relocations.next_deadline_ns(),
             self.wanting.next_deadline_ns(),
             self._announcer.next_deadline_ns(),
+            self.index_line.next_deadline_ns(self._state.now_ns),
         ):
             if deadline_ns is not None and (earliest_ns is None or deadline_ns < earliest_ns):
                 earliest_ns = deadline_ns
@@ -200,7 +201,7 @@ class CacheEngine:
         state.tails.pack_idle()
         if state.slots.num_unwiped:
             self.erasing.resume()
-        entries = self.index_line.take(max_index_bytes)
+        entries = self.index_line.take(max_index_bytes, state.now_ns)
         self.writes.resume()  # writes may have waited because the index was far behind
         self._announcer.consider()
         return [*entries, *state.outbox.drain()]

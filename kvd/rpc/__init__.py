@@ -1,1 +1,1 @@
-"""kvd's gRPC services, engines' calls without gRPC, access control of callers, and queue replicas."""
+"""kvd's gRPC services, calls without gRPC, access control of callers, and replicas of queues."""

@@ -196,7 +196,8 @@ class Cache:
     @property
     def has_entries_waiting(self) -> bool:
         """Whether the index is behind: some entries still wait to be passed to it."""
-        return any((len(self._engine.index_line), self._engine.index_line.num_uses))
+        line = self._engine.index_line
+        return len(line) > 0 or line.are_uses_due(self._engine.now_ns)
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics; blocks that a restart would not find count as dirty."""

@@ -414,9 +414,10 @@ class CacheWorld:
             self.finish_io(op_id, outcome)
 
     def quiesce(self, *, newest_first: bool = False) -> None:
-        """End all active operations with success, and commit the whole index."""
+        """End all active operations with success, and commit the whole index, uses included."""
         self.row_bytes = NO_BOUND
         self.pump()
+        self.index.uncommitted += self.engine.index_line.take()
         num_rounds = 0
         while self.io or self.index.uncommitted:
             num_rounds += 1

@@ -246,7 +246,7 @@ class Loader:
         session = state.sessions.get(lease.key)
         if session is not None:
             state.touch(session)
-            state.outbox.index.put_use(session.key)
+            state.outbox.index.put_use(session.key, state.now_ns)
 
     def release(self, lease: LoadLease) -> None:
         """End a lease. Reads under way continue: their blocks stay in the cache."""

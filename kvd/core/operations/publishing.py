@@ -105,7 +105,7 @@ class Publisher:
         if lease.lineage is not None and len(there) == len(runs):
             session.lineage = lease.lineage
         state.touch(session)
-        state.outbox.index.put_use(key)
+        state.outbox.index.put_use(key, state.now_ns)
         return session
 
     def _with_parts(self, lease: StoreLease, session: Session, runs: Sequence[Span]) -> list[Span]:

@@ -4,7 +4,8 @@ The index takes a bounded number of bytes at a time (`take`), and may be slow or
 here meanwhile. A waiting session is only a key: it costs the same however long the session is and
 however often it changes. Its entry is made when it is taken, from the session as it is then. A mere
 use of a session is written apart, after everything else: it is a few bytes, and losing it costs
-only the session's place in the eviction order after the next start.
+only the session's place in the eviction order after the next start. So uses wait a while for other
+entries, or for each other: the index syncs the disk for whatever it takes.
 
 A session's entry keeps the place of its first change since it was last taken. So an entry may name
 blocks whose own entries come later, but never blocks whose removal came earlier. Recovery cuts a
@@ -34,10 +35,12 @@ from kvd.core.records.actions import (
 )
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 ENTRY_BYTES = 256  # estimated size of an entry, without its spans
 MOST_ENTRIES_WAITING = 65_536  # 20 MB: with more, the index is far behind
 NO_BOUND = 1 << 62
+USE_WAIT_NS = NS_PER_S  # how long the first use waits
 
 NumberedAction = PutBlock | ReplaceBlock | DropBlock | CommitIndex
 IndexAction = NumberedAction | PutSession | DropSession | PutUse
@@ -58,6 +61,7 @@ class IndexLine:
         # In order: keys of sessions, whose entries are made when taken, and numbered actions.
         self._line: OrderedDict[SessionKey | int, NumberedAction | None] = OrderedDict()
         self._used: OrderedDict[SessionKey, None] = OrderedDict()
+        self._uses_due_ns = 0  # when the uses that wait are to be taken
         self._gone: set[SessionKey] = set()  # dropped; the index may have an entry of each
         self._next_number = 0
         self.num_blocks = 0
@@ -75,6 +79,14 @@ class IndexLine:
     def num_uses(self) -> int:
         """Number of sessions that wait only for their last use to be written."""
         return len(self._used)
+
+    def are_uses_due(self, now_ns: int) -> bool:
+        """Whether uses that wait are to be taken now."""
+        return bool(self._used) and now_ns >= self._uses_due_ns
+
+    def next_deadline_ns(self, now_ns: int) -> int | None:
+        """Return when uses will be due; None: there are none, or they are due already."""
+        return self._uses_due_ns if self._used and now_ns < self._uses_due_ns else None
 
     def add(self, action: NumberedAction) -> None:
         """Put an action at the end of the line."""
@@ -94,8 +106,10 @@ class IndexLine:
         if behind_blocks:
             self._line.move_to_end(key)
 
-    def put_use(self, key: SessionKey) -> None:
+    def put_use(self, key: SessionKey, now_ns: int) -> None:
         """Write the time of a session's last use, if nothing else of it has to be written."""
+        if not self._used:
+            self._uses_due_ns = now_ns + USE_WAIT_NS
         self._used[key] = None
 
     def drop_session(self, key: SessionKey, *, is_indexed: bool) -> None:
@@ -108,8 +122,13 @@ class IndexLine:
             self._line.pop(key, None)
         self._used.pop(key, None)
 
-    def take(self, max_bytes: int = NO_BOUND) -> list[IndexAction]:
-        """Take the next actions, until they have `max_bytes` or a little more."""
+    def take(self, max_bytes: int = NO_BOUND, now_ns: int = NO_BOUND) -> list[IndexAction]:
+        """Take the next actions.
+
+        Args:
+            max_bytes: bytes that they have at most, or a little more.
+            now_ns: the time. Uses are taken when they are due, or with other entries.
+        """
         taken: list[IndexAction] = []
         left_bytes = max_bytes
         while self._line and left_bytes > 0:
@@ -118,7 +137,8 @@ class IndexLine:
             taken.append(entry)
             self.num_blocks -= isinstance(entry, PutBlock)
             left_bytes -= _size(entry)
-        while self._used and left_bytes > 0:
+        takes_uses = bool(taken) or self.are_uses_due(now_ns)
+        while takes_uses and self._used and left_bytes > 0:
             key, _ = self._used.popitem(last=False)
             taken.append(PutUse(key, self._sessions[key].last_access_ns))
             left_bytes -= ENTRY_BYTES

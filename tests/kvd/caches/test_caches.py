@@ -11,7 +11,8 @@ from kvd.caches.layout_opening import VOLUMES
 from kvd.errors import LimitReachedError
 from kvd.tiers.arena import ArenaTooSmallError
 from tests.kvd.caches.cache_bench import LAYOUT, caches_in, store
-from tests.synthetic_engine import small_layout
+from tests.kvd_polling import eventually
+from tests.synthetic_engine import encode, small_layout
 
 LONG_NS = 4_000_000_000_000
 
@@ -110,6 +111,29 @@ async def test_an_index_that_falls_behind_gets_few_rows_and_later_all(tmp_path, 
         (cache,) = caches
         infos = [cache.act(partial(_info, key)) for key in keys]
         assert [info.ttl_ns for info in infos] == [LONG_NS + 396 + number for number in range(4)]
+
+
+async def test_the_last_use_of_a_session_is_written_without_another_call(tmp_path):
+    """A load changes nothing else in the index."""
+    async with caches_in(tmp_path) as caches:
+        cache, _ = await caches.open(LAYOUT)
+        key = store(cache)
+        await caches.wait_until_committed()
+        stored = cache.act(partial(_info, key))
+        tokens = encode(range(16))
+        answer = cache.act(lambda core: core.loads.prepare(key, tokens, 0, 1))
+        cache.act(lambda core: core.loads.complete(answer.lease_id, 1))
+
+        async def num_uses():
+            return cache._engine.index_line.num_uses
+
+        assert await num_uses() == 1
+        await eventually(num_uses, 0)
+        await caches.wait_until_committed()
+    async with caches_in(tmp_path) as caches:
+        caches.restore()
+        (cache,) = caches
+        assert cache.act(partial(_info, key)).last_access_ns > stored.last_access_ns
 
 
 def _set_ttl(key, ttl_ns, core):

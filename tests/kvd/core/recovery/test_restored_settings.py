@@ -50,8 +50,7 @@ def test_order_of_last_access_survives():
         store(world, key, tokens)
     world.now_ns += 1
     load(world, A, ONES)
-    world.commit(len(world.index.uncommitted))
-    world.start()
+    restart_committed(world)
     store(world, C, THREES)
     assert world.engine.inspection.info(B) is None
     assert tiers_of(world, A) == ["S"]

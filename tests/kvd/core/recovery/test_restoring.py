@@ -362,8 +362,7 @@ def test_of_sessions_beyond_the_bound_those_go_that_eviction_would_take():
         world.engine.retention.retain(keys[2], NS_PER_S)
         world.engine.sessions.end(keys[5])
         load(world, keys[3], [3] * 4)
-        world.pump()
-        world.commit(len(world.index.uncommitted))
+        world.quiesce()
         world.limits = replace(world.limits, max_sessions=most)
         world.start()
         left = [key for key in keys if world.engine.inspection.info(key) is not None]

@@ -1,11 +1,13 @@
 """What is written to the index, and in which order, while it takes little or nothing."""
 
+from functools import partial
+
 import pytest
 
 from kvd.core.records.actions import CommitIndex, DropBlock, DropSession, HashSlot, PutBlock, PutUse
 from kvd.core.records.entries import BlockRecord, Pin
 from kvd.core.state import index_line
-from kvd.core.state.index_line import ENTRY_BYTES, IndexLine
+from kvd.core.state.index_line import ENTRY_BYTES, USE_WAIT_NS, IndexLine
 from kvd.core.state.session import Session
 from tests.kvd.core.turns import (
     ONES,
@@ -64,7 +66,7 @@ def test_a_use_is_written_last_and_as_its_time_only():
     """Unless the session's row is written anyway, which has the time, too."""
     line = IndexLine({key: Session(key, 7) for key in KEYS})
     for key in (A, A, B):
-        line.put_use(key)
+        line.put_use(key, 0)
     line.put_session(B)
     line.add(DropBlock(1, b"k" * 16))
     assert (len(line), line.num_uses) == (2, 2)
@@ -78,7 +80,7 @@ def test_a_dropped_session_is_removed_if_the_index_may_have_it(is_indexed):
     """One that came and went while the index took nothing leaves nothing behind."""
     line = IndexLine({})
     line.put_session(A)
-    line.put_use(A)
+    line.put_use(A, 0)
     line.drop_session(A, is_indexed=is_indexed)
     assert line.take() == ([DropSession(A)] if is_indexed else [])
 
@@ -107,7 +109,7 @@ def test_the_bytes_handed_out_at_a_time_are_bounded():
     assert (len(line), line.num_blocks) == (0, 0)
 
     for key in KEYS:
-        line.put_use(key)
+        line.put_use(key, 0)
     assert line.take(2 * ENTRY_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
     assert line.num_uses == 1
 
@@ -115,19 +117,48 @@ def test_the_bytes_handed_out_at_a_time_are_bounded():
 # -------------------------------------------------------------------------------------- the engine
 
 
-def test_a_load_writes_no_spans():
+@pytest.mark.parametrize("use", [load, partial(store, settle=False)])
+def test_a_load_writes_no_spans(use):
     """Only the time of the last use; so does a store that finds everything stored."""
     world = new_world()
     store(world, A, ONES + TWOS)
     world.now_ns += 5
-    load(world, A, ONES + TWOS)
-    assert world.index.uncommitted == [PutUse(A, world.now_ns)]
+    used_ns = world.now_ns
+    use(world, A, ONES + TWOS)
+    assert world.index.uncommitted == []
+    assert world.engine.next_deadline_ns() == used_ns + USE_WAIT_NS
+    world.now_ns = used_ns + USE_WAIT_NS
+    world.engine.expire()
+    world.pump()
+    assert world.index.uncommitted == [PutUse(A, used_ns)]
+    assert world.engine.index_line.next_deadline_ns(world.now_ns) is None
     world.quiesce()
-    world.now_ns += 5
-    store(world, A, ONES + TWOS, settle=False)
-    assert world.index.uncommitted == [PutUse(A, world.now_ns)]
-    world.quiesce()
-    assert world.index.sessions[A].last_access_ns == world.now_ns
+    assert world.index.sessions[A].last_access_ns == used_ns
+
+
+def test_uses_wait_for_each_other_and_for_no_other_entry():
+    """They are due a while after the first one; what is written earlier takes them along."""
+    line = IndexLine({key: Session(key, 7) for key in KEYS})
+    line.put_use(A, 10)
+    line.put_use(B, 10 + USE_WAIT_NS - 1)
+    assert not line.are_uses_due(10 + USE_WAIT_NS - 1)
+    assert line.take(now_ns=10 + USE_WAIT_NS - 1) == []
+    assert line.next_deadline_ns(10) == 10 + USE_WAIT_NS
+    assert line.take(now_ns=10 + USE_WAIT_NS) == [PutUse(A, 7), PutUse(B, 7)]
+    assert line.next_deadline_ns(0) is None
+    line.put_use(A, 0)
+    line.add(_block(1))
+    assert line.take(now_ns=1) == [_block(1), PutUse(A, 7)]
+    assert not line.are_uses_due(2 * USE_WAIT_NS)
+
+
+def test_uses_that_are_due_wait_for_room():
+    """No other deadline follows: the index calls when it has room."""
+    line = IndexLine({A: Session(A, 7)})
+    line.put_use(A, 0)
+    assert line.take(0, USE_WAIT_NS) == []
+    assert line.are_uses_due(USE_WAIT_NS)
+    assert line.next_deadline_ns(USE_WAIT_NS) is None
 
 
 def test_the_last_use_survives_a_restart():
