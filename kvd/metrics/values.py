@@ -122,9 +122,10 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
         scrape.put("kvd_tier_surplus_bytes", tier.surplus_bytes, layout, name)
         scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
     scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
-    num_rows, num_uses = cache.act(lambda core: (len(core.index_line), core.index_line.num_uses))
-    scrape.put("kvd_index_waiting_rows", num_rows, layout, "row")
-    scrape.put("kvd_index_waiting_rows", num_uses, layout, "use")
+    line, now_ns = cache.act(lambda core: (core.index_line, core.now_ns))
+    num_late_uses = line.num_uses if line.are_uses_due(now_ns) else 0
+    scrape.put("kvd_index_waiting_rows", len(line), layout, "row")
+    scrape.put("kvd_index_waiting_rows", num_late_uses, layout, "use")
     scrape.put("kvd_unverified_blocks", stats.num_unverified, layout)
     scrape.put("kvd_unhashed_blocks", stats.num_unhashed, layout)
     scrape.put("kvd_sessions", stats.num_sessions, layout)
