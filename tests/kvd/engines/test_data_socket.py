@@ -18,6 +18,7 @@ from shared.kvd_client.arena_map import ProgressWords, lease_bits
 from shared.process.packets import close_fds, receive
 from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
+from tests.until import until
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
@@ -54,12 +55,6 @@ async def _receive(sock):
 
 def _connect(tmp_path):
     return packets.connect(str(tmp_path / "data.sock"))
-
-
-async def _until(is_so):
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0)
 
 
 async def test_a_token_is_claimed_once(tmp_path):
@@ -110,7 +105,7 @@ async def test_a_closed_connection_does_not_mean_a_dead_process(tmp_path):
                 await _receive(sock)
                 for goodbye in goodbyes:
                     packets.send(sock, goodbye)
-        await _until(lambda: len(gone) == 2)
+        await until(lambda: len(gone) == 2)
         assert sorted(connection.has_left for connection in gone) == [False, True]
 
 
@@ -126,12 +121,12 @@ async def test_descriptors_are_closed(tmp_path):
 
     async with _serving(tmp_path) as (_, gone):
         await visit()
-        await _until(lambda: len(gone) == 1)
+        await until(lambda: len(gone) == 1)
         await asyncio.sleep(0)
         before = num_open()
         for _ in range(20):
             await visit()
-        await _until(lambda: len(gone) == 21)
+        await until(lambda: len(gone) == 21)
         await asyncio.sleep(0)
         assert num_open() <= before  # fewer: what earlier tests had left
 
@@ -146,7 +141,7 @@ async def test_a_closed_connection_is_reported(tmp_path):
         sock.close()
         claimed_sock.close()
         await asyncio.wait_for(connection.gone.wait(), 30)
-        await _until(lambda: len(gone) == 2)
+        await until(lambda: len(gone) == 2)
         with pytest.raises(AttachDeniedError):
             data_socket.claim(welcome.token)
 
@@ -162,7 +157,7 @@ async def test_a_dead_process_is_reported_though_its_connection_lives(tmp_path):
         assert not gone
         process.kill()
         await process.wait()
-        await _until(lambda: gone)
+        await until(lambda: gone)
         assert gone[0].pid == process.pid
         assert not gone[0].may_still_write
         os.kill(child, 9)
@@ -179,7 +174,7 @@ async def test_peers_are_bounded(tmp_path):
         assert refused.reason == "limit_reached"
         assert counted.counts == {("limit_reached", f"uid {os.geteuid()}"): 1}
         first.close()
-        await _until(lambda: gone)
+        await until(lambda: gone)
         with _connect(tmp_path) as third:
             assert isinstance((await _receive(third))[0], packets.Welcome)
 

@@ -26,6 +26,7 @@ from tests.synthetic_engine import (
     layout_with_windows,
     small_layout,
 )
+from tests.until import until
 
 LAYOUT = small_layout()
 KEY = key_of("s")
@@ -43,12 +44,6 @@ async def client_of(directory, feed=None):
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-async def until(is_so):
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 def num_waiting(grant):
