@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,82 @@ async def test_the_arena_is_given_after_attach(tmp_path):
             assert os.read(wakeup_fd, 8) == b"w"
             close_fds(fds)
     arena.close()
+
+
+@asynccontextmanager
+async def _attached(tmp_path, data_socket):
+    """Connect and attach; yield the socket, its connection, and a request for an arena."""
+    arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
+    with _connect(tmp_path) as sock:
+        welcome, _ = await _receive(sock)
+        connection = data_socket.claim(welcome.token)
+        connection.arena = arena
+        yield sock, connection
+    arena.close()
+
+
+async def test_a_socket_for_calls_is_given_once_after_attach(tmp_path):
+    """Earlier, again, or where there are none the request ends the connection."""
+    ended = asyncio.Event()
+
+    async def serve_calls(sock):
+        with sock:
+            await ended.wait()
+
+    async with _serving(tmp_path) as (data_socket, gone):
+        data_socket.serve_calls = serve_calls
+        with _connect(tmp_path) as early:
+            await _receive(early)
+            packets.send(early, packets.CallsRequest("ab"))
+            assert isinstance((await _receive(early))[0], packets.Refused)
+            assert (await receive(early))[0] == b""
+        async with _attached(tmp_path, data_socket) as (sock, connection):
+            request = packets.CallsRequest(connection.arena.arena_id)
+            packets.send(sock, request)
+            answer, fds = await _receive(sock)
+            assert answer == packets.CallSocket()
+            with socket.socket(fileno=fds[0]) as calls:
+                assert (calls.family, calls.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
+                ended.set()
+                assert not await asyncio.wait_for(connection.calls, 30)
+                assert calls.recv(1) == b""
+            packets.send(sock, request)  # one that has ended is not replaced either
+            assert (await receive(sock))[0] == b""
+        data_socket.serve_calls = None
+        async with _attached(tmp_path, data_socket) as (sock, connection):
+            packets.send(sock, packets.CallsRequest(connection.arena.arena_id))
+            assert (await receive(sock))[0] == b""
+        await until(lambda: len(gone) == 3)
+
+
+@pytest.mark.parametrize("who", ["engine", "kvd"])
+async def test_calls_end_with_the_connection(tmp_path, who):
+    """It is over only when they are: none of them runs after kvd has stopped serving."""
+    steps = []
+
+    async def serve_calls(sock):
+        with sock:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                steps.append("cancelled")
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                steps.append("ended")
+
+    async with AsyncExitStack() as connected:
+        async with _serving(tmp_path) as (data_socket, gone):
+            data_socket.serve_calls = serve_calls
+            attaching = _attached(tmp_path, data_socket)
+            sock, connection = await connected.enter_async_context(attaching)
+            packets.send(sock, packets.CallsRequest(connection.arena.arena_id))
+            _, fds = await _receive(sock)
+            if who == "engine":
+                await connected.aclose()
+                await until(lambda: gone and connection.calls.done())
+        assert steps == ["cancelled", "ended"]
+    with socket.socket(fileno=fds[0]) as calls:
+        assert calls.recv(1) == b""
 
 
 async def test_a_closed_connection_does_not_mean_a_dead_process(tmp_path):
