@@ -208,7 +208,7 @@ def _on_the_wire(engine: RawEngine, step: Frame) -> bytes:
     return (LENGTH.pack(len(frame)) + frame)[: 4 + len(frame) - step.cut]
 
 
-@few(20)
+@few(15)
 @given(any_engines)
 async def test_any_frames(fuzzed, engines):
     """Valid or not, whole or cut; the socket ends at any point, or the connection it belongs to."""
@@ -216,7 +216,7 @@ async def test_any_frames(fuzzed, engines):
 
 
 @pytest.mark.long
-@many(20)
+@many(15)
 @given(any_engines)
 async def test_any_frames_long(fuzzed, engines):
     """Run the same for minutes."""

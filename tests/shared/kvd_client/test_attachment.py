@@ -22,22 +22,21 @@ TOKENS = encode(range(16))
 
 
 @asynccontextmanager
-async def attached_to_small_kvd(directory):
-    """Yield (kvd, client), attached."""
+async def attached(directory):
+    """Yield a client that is attached."""
     client = KvdClient(directory, LAYOUT, "test", reconnect_delay_s=0.02)
-    async with small_kvd(directory, LAYOUT) as kvd:
-        running = asyncio.create_task(client.run())
-        try:
-            await client.wait_attached(30)
-            yield kvd, client
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    running = asyncio.create_task(client.run())
+    try:
+        await client.wait_attached(30)
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_calls_go_over_the_socket(tmp_path):
     """All but the streams."""
-    async with attached_to_small_kvd(tmp_path) as (kvd, client):
+    async with small_kvd(tmp_path, LAYOUT) as kvd, attached(tmp_path) as client:
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
         assert await client.complete_store(grant, success=True) == 16
         assert kvd.completed == [(grant.lease_id, True)]
@@ -47,7 +46,7 @@ async def test_calls_go_over_the_socket(tmp_path):
 async def test_an_older_kvd_is_called_over_grpc(tmp_path, monkeypatch):
     """It is not even asked for a socket, which it would take for a breach of the protocol."""
     monkeypatch.setattr(SmallKvd, "offers_local_calls", False)
-    async with attached_to_small_kvd(tmp_path) as (kvd, client):
+    async with small_kvd(tmp_path, LAYOUT) as kvd, attached(tmp_path) as client:
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
         assert await client.complete_store(grant, success=True) == 16
         assert kvd.completed == [(grant.lease_id, True)]
@@ -57,7 +56,7 @@ async def test_an_older_kvd_is_called_over_grpc(tmp_path, monkeypatch):
 
 async def test_the_end_of_the_socket_ends_the_attachment(tmp_path):
     """Calls that are under way fail; the next attachment has a socket of its own, and the store."""
-    async with attached_to_small_kvd(tmp_path) as (kvd, client):
+    async with small_kvd(tmp_path, LAYOUT) as kvd, attached(tmp_path) as client:
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
         kvd.mute.add("EndSession")
         ending = asyncio.create_task(client.end_session(key_of("e")))
@@ -71,6 +70,18 @@ async def test_the_end_of_the_socket_ends_the_attachment(tmp_path):
         await client.wait_attached(30)
         assert [list(one.held_leases) for one in kvd.attaches] == [[], [grant.lease_id]]
         assert await client.complete_store(grant, success=True) == 16
+
+
+async def test_a_client_that_ends_closes_the_socket(tmp_path):
+    """By itself: a kvd that hangs does not notice the end of the data connection."""
+    async with small_kvd(tmp_path, LAYOUT) as kvd:
+        async with attached(tmp_path) as client:
+            await client.prepare_store(KEY, TOKENS, 0, 5)  # so it does not say that it leaves
+            local = client._attachment.local
+            data = client._attachment.data.dup()
+        with data:
+            assert local._frames._transport.is_closing()
+            assert not kvd.gone
 
 
 @pytest.mark.parametrize(
