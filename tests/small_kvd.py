@@ -9,6 +9,7 @@ import grpc
 
 from kvd.engines.data_socket import DataConnection, DataSocket, EngineUsers
 from kvd.host.listening import listen_at
+from kvd.rpc.local_calls import LocalCalls
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -17,6 +18,7 @@ from shared.types.kv_layout import KVLayout
 
 NUM_SLOTS = 4
 MAX_QUEUE_JOBS = 3
+MAX_CALLS = 100  # local ones at once
 MOST_SNAPSHOTS = 3  # snapshots of a queue, after which the stream ends
 
 
@@ -33,7 +35,10 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         unanswered: received calls of these, oldest first.
         ended: ids of sessions that end, oldest first.
         snapshots: queue snapshots received, newest last.
+        offers_local_calls: whether engines get a socket for calls; False: it is older.
     """
+
+    offers_local_calls = True
 
     def __init__(self, arena: Arena, data_socket: DataSocket, *, confirms: bool) -> None:
         self.arena = arena
@@ -65,6 +70,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
             confirmed_leases=request.held_leases if self.confirms else (),
             lost_leases=() if self.confirms else request.held_leases,
             max_queue_jobs=MAX_QUEUE_JOBS,
+            local_calls=self.offers_local_calls,
         )
         yield kvd_pb2.AttachEvent(attached=attached)
         await self.connection.gone.wait()
@@ -145,6 +151,9 @@ async def small_kvd(
     arena = store.adopt(layout, kept).arena if kept else store.create(layout, NUM_SLOTS)
     data_socket = DataSocket(EngineUsers(), max_connections=4)
     kvd = SmallKvd(arena, data_socket, confirms=confirms)
+    if kvd.offers_local_calls:
+        add = kvd_pb2_grpc.add_EngineServicer_to_server
+        data_socket.serve_calls = LocalCalls(add, kvd, (), MAX_CALLS).serve
     if not may_attach:
         kvd.may_attach.clear()
     server = grpc.aio.server()

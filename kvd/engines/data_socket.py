@@ -223,6 +223,8 @@ class DataSocket:
                 self._unattached.pop(connection.token, None)
                 self._on_gone(connection)
                 connection.close()
+                if connection.calls is not None:  # none of its calls outlives the connection
+                    await asyncio.gather(connection.calls, return_exceptions=True)
 
     def _is_full(self, uid: int) -> bool:
         """Whether a user may not connect now.

@@ -18,9 +18,9 @@ from kvd.errors import LimitReachedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.frames import FrameStream
 from shared.process.log import get_logger
-from shared.process.runtime_dir import MAX_FRAME_BYTES
+from shared.process.runtime_dir import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from shared.serving.grpc_handlers import CallInterceptor, Handler, with_behaviour
-from shared.serving.grpc_status import DETAILS_KEY
+from shared.serving.grpc_status import DETAILS_KEY, too_large
 
 log = get_logger(__name__)
 
@@ -60,10 +60,13 @@ class LocalCalls:
         await frames.open(sock)
         try:
             await frames.ended
+            if frames.fault:
+                _warn(frames.fault)
         finally:
             frames.close()
             for answering in running.values():
                 answering.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
 
     def _take(
         self, frame: bytes, frames: FrameStream, running: dict[int, asyncio.Task[None]]
@@ -106,6 +109,9 @@ class LocalCalls:
             response = await handler.unary_unary(request, context)
             message = handler.response_serializer(response)
             answer = pb.AnswerFrame(number=call.number, response=message)
+            if len(message) > MAX_MESSAGE_BYTES:
+                why = too_large(len(message), MAX_MESSAGE_BYTES)
+                answer = _failure(call.number, grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         except grpc.aio.AbortError:
             answer = context.failure
         frames.send(answer.SerializeToString())
@@ -194,5 +200,9 @@ def _failure(number: int, code: grpc.StatusCode, why: str, status: bytes = b"") 
 
 
 def _end(frames: FrameStream, why: str) -> None:
-    log.warning("local_calls_ended", reason=why)
+    _warn(why)
     frames.close()
+
+
+def _warn(why: str) -> None:
+    log.warning("local_calls_ended", reason=why)

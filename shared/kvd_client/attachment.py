@@ -354,10 +354,11 @@ async def _open_calls(data: socket, arena_id: str, streams: grpc.aio.Channel) ->
     if not isinstance(answer, packets.CallSocket) or len(fds) != 1:
         close_fds(fds)
         raise _unexpected(answer)
-    sock = socket(fileno=fds[0])
-    sock.setblocking(False)
     local = LocalChannel(streams)
-    await local.open(sock)
+    try:
+        await local.open(fds[0])
+    except ValueError as error:
+        raise _unexpected(error) from error
     return local
 
 

@@ -5,6 +5,7 @@ grpc.aio.AioRpcError, or when it is cancelled.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from socket import socket
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.frames import FrameStream
 from shared.process.log import get_logger
 from shared.process.runtime_dir import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
-from shared.serving.grpc_status import DETAILS_KEY, GRPC_TOO_LARGE
+from shared.serving.grpc_status import DETAILS_KEY, too_large
 from shared.serving.tracing import Metadata
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -44,8 +45,17 @@ class LocalChannel:
         self._waiting: dict[int, asyncio.Future[pb.AnswerFrame]] = {}  # by the call's number
         self._last_number = 0
 
-    async def open(self, sock: socket) -> None:
-        """Call over a connected stream socket, which is ours from now on."""
+    async def open(self, fd: int) -> None:
+        """Call over a connected stream socket, whose descriptor is ours from now on.
+
+        Raises:
+            ValueError: it is another descriptor; it is closed.
+        """
+        try:
+            sock = socket(fileno=fd)
+        except OSError as error:
+            os.close(fd)
+            raise ValueError("the descriptor for calls is no socket") from error
         await self._frames.open(sock)
         self._frames.ended.add_done_callback(lambda _: self._end_calls())
 
@@ -71,39 +81,43 @@ class LocalChannel:
         ) -> Any:
             message = request_serializer(request)
             if len(message) > MAX_MESSAGE_BYTES:
-                raise _error(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{GRPC_TOO_LARGE}: {len(message)} bytes instead of {MAX_MESSAGE_BYTES}",
-                )
+                why = too_large(len(message), MAX_MESSAGE_BYTES)
+                raise _error(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             frame = pb.CallFrame(
                 method=method,
                 request=message,
                 timeout_s=timeout or 0.0,
                 metadata=dict(metadata or ()),
             )
-            answer = await self._answer(frame)
+            answer = await self._answer(frame, timeout)
             if answer.code:
                 code = _CODES.get(answer.code, grpc.StatusCode.UNKNOWN)
                 raise _error(code, answer.message, answer.status)
-            return response_deserializer(answer.response)
+            try:
+                return response_deserializer(answer.response)
+            except DecodeError as error:
+                code = grpc.StatusCode.INTERNAL
+                raise _error(code, f"kvd's answer to {method} cannot be decoded") from error
 
         return call
 
-    async def _answer(self, call: pb.CallFrame) -> pb.AnswerFrame:
+    async def _answer(self, call: pb.CallFrame, timeout_s: float | None) -> pb.AnswerFrame:
         """Send a call and wait for its answer; if we wait no longer, tell kvd so."""
         if self._frames.ended.done():
             raise _error(grpc.StatusCode.UNAVAILABLE, "kvd has closed the socket of local calls")
+        if timeout_s is not None and timeout_s <= 0:
+            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the time for the call is over")
         self._last_number += 1
         number = call.number = self._last_number
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._frames.send(call.SerializeToString())
         try:
-            async with asyncio.timeout(call.timeout_s or None):
+            async with asyncio.timeout(timeout_s):
                 answer: pb.AnswerFrame = await waiting
                 return answer
         except TimeoutError as error:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise _error(code, f"no answer within {call.timeout_s:g} s") from error
+            raise _error(code, f"no answer within {timeout_s:g} s") from error
         finally:
             if self._waiting.pop(number, None) is not None:
                 self._frames.send(pb.CallFrame(number=number).SerializeToString())
@@ -113,7 +127,7 @@ class LocalChannel:
         try:
             answer = pb.AnswerFrame.FromString(frame)
         except DecodeError:
-            log.warning("kvd_answer_unreadable", num_bytes=len(frame))
+            log.warning("kvd_answer_unreadable", reason="this is no AnswerFrame")
             self._frames.close()
             return
         waiting = self._waiting.pop(answer.number, None)
@@ -122,6 +136,8 @@ class LocalChannel:
 
     def _end_calls(self) -> None:
         """Fail the calls that are under way."""
+        if self._frames.fault:
+            log.warning("kvd_answer_unreadable", reason=self._frames.fault)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(

@@ -17,6 +17,7 @@ class FrameStream(asyncio.Protocol):
 
     Attributes:
         ended: done once no frame can be sent or received any more.
+        fault: how the other side has broken the protocol; "": it has not.
 
     Args:
         on_frame: called with each frame.
@@ -29,6 +30,7 @@ class FrameStream(asyncio.Protocol):
         self, on_frame: Callable[[bytes], None], most_bytes: int, *, is_patient: bool = False
     ) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.fault = ""
         self._on_frame = on_frame
         self._most_bytes = most_bytes
         self._is_patient = is_patient
@@ -36,8 +38,16 @@ class FrameStream(asyncio.Protocol):
         self._received = bytearray()
 
     async def open(self, sock: socket) -> None:
-        """Begin to receive from a connected socket, which is ours from now on."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+        """Begin to receive from a connected socket, which is ours from now on.
+
+        Raises:
+            ValueError: it is no stream socket of this machine; it is closed.
+        """
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+        except ValueError:
+            sock.close()
+            raise
 
     def send(self, frame: bytes) -> None:
         """Send a frame; never waits. A frame after the end is lost."""
@@ -67,6 +77,7 @@ class FrameStream(asyncio.Protocol):
         while len(received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(received, start)
             if length > self._most_bytes:
+                self.fault = f"a frame of {length} bytes, more than {self._most_bytes}"
                 self.close()
                 break
             begin, end = start + _LENGTH.size, start + _LENGTH.size + length

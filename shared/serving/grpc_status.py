@@ -71,6 +71,11 @@ _BY_CODE: Mapping[str, type[ReportedError]] = {
 } | {"CANCELLED": UnavailableError}
 
 
+def too_large(num_bytes: int, most_bytes: int) -> str:
+    """Return the text with which gRPC refuses a message that is too large."""
+    return f"{GRPC_TOO_LARGE}: {num_bytes} bytes instead of {most_bytes}"
+
+
 def details_of(error: ReportedError, domain: str) -> bytes:
     """Serialise the google.rpc.Status of an error: the trailing metadata under DETAILS_KEY."""
     status = status_pb2.Status(code=_code(error).value[0], message=str(error)[:MAX_TEXT])

@@ -25,6 +25,7 @@ class RawEngine:
     """What an engine process gets from kvd; it owns all descriptors."""
 
     engine_id: int
+    arena_id: str
     stub: kvd_pb2_grpc.EngineStub
     data: socket
     slots_fd: int
@@ -40,6 +41,16 @@ async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
         except ConnectionError:
             return None, []
     return (packets.decode(packet) if packet else None), fds
+
+
+async def open_calls(engine: RawEngine) -> socket:
+    """Return the engine's socket for local calls; it does not block."""
+    packets.send(engine.data, packets.CallsRequest(engine.arena_id))
+    answer, fds = await receive(engine.data)
+    assert isinstance(answer, packets.CallSocket)
+    calls = socket(fileno=fds[0])
+    calls.setblocking(False)
+    return calls
 
 
 @asynccontextmanager
@@ -62,7 +73,7 @@ async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEn
         mapping, fds = await receive(data)
         assert isinstance(mapping, packets.ArenaMapping)
         try:
-            yield RawEngine(attached.engine_id, stub, data, *fds)
+            yield RawEngine(attached.engine_id, attached.arena_id, stub, data, *fds)
         finally:
             for fd in fds:
                 os.close(fd)

@@ -50,8 +50,14 @@ class Act:
     how: str
 
 
+MINE = "mine"  # replaced by the arena of the engine that sends it
 valid = st.sampled_from(
-    [packets.ArenaRequest("mine"), packets.Leaving(), packets.Welcome("a" * 32)]
+    [
+        packets.ArenaRequest(MINE),
+        packets.CallsRequest(MINE),
+        packets.Leaving(),
+        packets.Welcome("a" * 32),
+    ]
 )
 any_packet = st.one_of(
     st.binary(max_size=100),
@@ -102,18 +108,19 @@ async def _be(kvd: FuzzedKvd, is_engine: bool, steps: list[Send | Act]) -> None:
     """Run one connection from its beginning to its end."""
     if not is_engine:
         with packets.connect(str(kvd.runtime_dir / "data.sock")) as sock:
-            await _do(sock, steps)
+            await _do(sock, steps, MINE)
         return
     async with raw_engine(kvd.runtime_dir, small_layout()) as engine:
-        await _do(engine.data, steps)
+        await _do(engine.data, steps, engine.arena_id)
 
 
-async def _do(sock: socket.socket, steps: list[Send | Act]) -> None:
+async def _do(sock: socket.socket, steps: list[Send | Act], arena_id: str) -> None:
     for step in steps:
         with suppress(OSError, TimeoutError):  # closed by kvd, shut by the test, too large
             if isinstance(step, Send):
                 fds = [sock.fileno()] * step.num_fds  # its own: a loop that the kernel must resolve
-                socket.send_fds(sock, [step.packet], fds)
+                packet = step.packet.replace(json.dumps(MINE).encode(), f'"{arena_id}"'.encode())
+                socket.send_fds(sock, [packet], fds)
             elif step.how == "read":
                 async with asyncio.timeout(0.02):
                     _, fds = await receive(sock)

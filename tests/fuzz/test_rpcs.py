@@ -40,10 +40,14 @@ NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIM
 
 @dataclass(frozen=True)
 class Call:
-    """A call: one message or raw bytes, or several of a stream that is then cancelled."""
+    """A call: one message or raw bytes, or several of a stream that is then cancelled.
+
+    It goes over gRPC, or as a local call over the socket of an engine.
+    """
 
     method: MethodDescriptor
     requests: tuple[Message | bytes, ...]
+    is_local: bool = False
 
     @property
     def may_wait(self) -> bool:
@@ -56,7 +60,9 @@ def calls_of(method: MethodDescriptor) -> st.SearchStrategy[Call]:
     made = requests_of(method)
     request = st.one_of(made, made, made, made, made, st.binary(max_size=200))
     sizes = {"min_size": 1, "max_size": 4 if method.client_streaming else 1}
-    return st.builds(Call, st.just(method), st.lists(request, **sizes).map(tuple))
+    may_be_local = method.containing_service.name == "Engine" and not method.server_streaming
+    transport = st.booleans() if may_be_local else st.just(False)
+    return st.builds(Call, st.just(method), st.lists(request, **sizes).map(tuple), transport)
 
 
 any_call = st.sampled_from(METHODS).flatmap(calls_of)
@@ -78,17 +84,25 @@ class Fuzzed:
         """Make a call, and check its end."""
         requests = [await self._encoded(request) for request in call.requests]
         method = call.method
-        channel = self.channels[method.containing_service.name]
+        channel = self._channel(call)
         path = f"/{method.containing_service.full_name}/{method.name}"
         patience_s = PATIENCE_S if call.may_wait else HANGS_S
         try:
             if not method.server_streaming:
-                answer = await channel.unary_unary(path)(requests[0], timeout=patience_s)
+                make_call = channel.unary_unary(path, bytes, bytes)
+                answer = await make_call(requests[0], timeout=patience_s)
                 self._learn(method, answer)
             else:
                 await self._stream(channel, call, path, requests)
         except grpc.aio.AioRpcError as error:
             _judge(call, error)
+
+    def _channel(self, call: Call):
+        """Return what a call goes over; gRPC if a fuzzed call has just ended the attachment."""
+        attachment = self.engines[0].client._attachment
+        if call.is_local and attachment is not None:
+            return attachment.local
+        return self.channels[call.method.containing_service.name]
 
     async def _stream(self, channel, call: Call, path: str, requests: list[bytes]) -> None:
         """Send to a stream and read it for a while, then cancel it."""
@@ -280,12 +294,13 @@ async def test_oversized_requests(fuzzed):
     await engine.client.wait_attached(HANGS_S)
     attachment = engine.client._attachment
     assert attachment is not None
+    method = kvd_pb2.DESCRIPTOR.services_by_name["Engine"].methods_by_name["PrepareLoad"]
     for num_tokens in (4_000_000, 5_000_000):
         request = kvd_pb2.PrepareLoadRequest(
             engine_id=attachment.engine_id,
             session=kvd_pb2.SessionKey(session_id="huge"),
             token_ids=encode(range(num_tokens)),
         )
-        call = Call(kvd_pb2.DESCRIPTOR.services_by_name["Engine"].methods[1], (request,))
-        await fuzzed.call(call)
+        for is_local in (False, True):
+            await fuzzed.call(Call(method, (request,), is_local))
     fuzzed.kvd.is_unharmed()

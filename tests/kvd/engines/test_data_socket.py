@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from shared.kvd_client.arena_map import ProgressWords, lease_bits
 from shared.process.packets import close_fds, receive
 from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
+from tests.until import until
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
@@ -54,12 +55,6 @@ async def _receive(sock):
 
 def _connect(tmp_path):
     return packets.connect(str(tmp_path / "data.sock"))
-
-
-async def _until(is_so):
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0)
 
 
 async def test_a_token_is_claimed_once(tmp_path):
@@ -102,6 +97,82 @@ async def test_the_arena_is_given_after_attach(tmp_path):
     arena.close()
 
 
+@asynccontextmanager
+async def _attached(tmp_path, data_socket):
+    """Connect and attach; yield the socket, its connection, and a request for an arena."""
+    arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
+    with _connect(tmp_path) as sock:
+        welcome, _ = await _receive(sock)
+        connection = data_socket.claim(welcome.token)
+        connection.arena = arena
+        yield sock, connection
+    arena.close()
+
+
+async def test_a_socket_for_calls_is_given_once_after_attach(tmp_path):
+    """Earlier, again, or where there are none the request ends the connection."""
+    ended = asyncio.Event()
+
+    async def serve_calls(sock):
+        with sock:
+            await ended.wait()
+
+    async with _serving(tmp_path) as (data_socket, gone):
+        data_socket.serve_calls = serve_calls
+        with _connect(tmp_path) as early:
+            await _receive(early)
+            packets.send(early, packets.CallsRequest("ab"))
+            assert isinstance((await _receive(early))[0], packets.Refused)
+            assert (await receive(early))[0] == b""
+        async with _attached(tmp_path, data_socket) as (sock, connection):
+            request = packets.CallsRequest(connection.arena.arena_id)
+            packets.send(sock, request)
+            answer, fds = await _receive(sock)
+            assert answer == packets.CallSocket()
+            with socket.socket(fileno=fds[0]) as calls:
+                assert (calls.family, calls.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
+                ended.set()
+                assert not await asyncio.wait_for(connection.calls, 30)
+                assert calls.recv(1) == b""
+            packets.send(sock, request)  # one that has ended is not replaced either
+            assert (await receive(sock))[0] == b""
+        data_socket.serve_calls = None
+        async with _attached(tmp_path, data_socket) as (sock, connection):
+            packets.send(sock, packets.CallsRequest(connection.arena.arena_id))
+            assert (await receive(sock))[0] == b""
+        await until(lambda: len(gone) == 3)
+
+
+@pytest.mark.parametrize("who", ["engine", "kvd"])
+async def test_calls_end_with_the_connection(tmp_path, who):
+    """It is over only when they are: none of them runs after kvd has stopped serving."""
+    steps = []
+
+    async def serve_calls(sock):
+        with sock:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                steps.append("cancelled")
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                steps.append("ended")
+
+    async with AsyncExitStack() as connected:
+        async with _serving(tmp_path) as (data_socket, gone):
+            data_socket.serve_calls = serve_calls
+            attaching = _attached(tmp_path, data_socket)
+            sock, connection = await connected.enter_async_context(attaching)
+            packets.send(sock, packets.CallsRequest(connection.arena.arena_id))
+            _, fds = await _receive(sock)
+            if who == "engine":
+                await connected.aclose()
+                await until(lambda: gone and connection.calls.done())
+        assert steps == ["cancelled", "ended"]
+    with socket.socket(fileno=fds[0]) as calls:
+        assert calls.recv(1) == b""
+
+
 async def test_a_closed_connection_does_not_mean_a_dead_process(tmp_path):
     """It may still be writing, unless it has announced its exit."""
     async with _serving(tmp_path) as (_, gone):
@@ -110,7 +181,7 @@ async def test_a_closed_connection_does_not_mean_a_dead_process(tmp_path):
                 await _receive(sock)
                 for goodbye in goodbyes:
                     packets.send(sock, goodbye)
-        await _until(lambda: len(gone) == 2)
+        await until(lambda: len(gone) == 2)
         assert sorted(connection.has_left for connection in gone) == [False, True]
 
 
@@ -126,12 +197,12 @@ async def test_descriptors_are_closed(tmp_path):
 
     async with _serving(tmp_path) as (_, gone):
         await visit()
-        await _until(lambda: len(gone) == 1)
+        await until(lambda: len(gone) == 1)
         await asyncio.sleep(0)
         before = num_open()
         for _ in range(20):
             await visit()
-        await _until(lambda: len(gone) == 21)
+        await until(lambda: len(gone) == 21)
         await asyncio.sleep(0)
         assert num_open() <= before  # fewer: what earlier tests had left
 
@@ -146,7 +217,7 @@ async def test_a_closed_connection_is_reported(tmp_path):
         sock.close()
         claimed_sock.close()
         await asyncio.wait_for(connection.gone.wait(), 30)
-        await _until(lambda: len(gone) == 2)
+        await until(lambda: len(gone) == 2)
         with pytest.raises(AttachDeniedError):
             data_socket.claim(welcome.token)
 
@@ -162,7 +233,7 @@ async def test_a_dead_process_is_reported_though_its_connection_lives(tmp_path):
         assert not gone
         process.kill()
         await process.wait()
-        await _until(lambda: gone)
+        await until(lambda: gone)
         assert gone[0].pid == process.pid
         assert not gone[0].may_still_write
         os.kill(child, 9)
@@ -179,7 +250,7 @@ async def test_peers_are_bounded(tmp_path):
         assert refused.reason == "limit_reached"
         assert counted.counts == {("limit_reached", f"uid {os.geteuid()}"): 1}
         first.close()
-        await _until(lambda: gone)
+        await until(lambda: gone)
         with _connect(tmp_path) as third:
             assert isinstance((await _receive(third))[0], packets.Welcome)
 

@@ -1,4 +1,4 @@
-"""The client when attachments end: what it keeps, reports, and wakes."""
+"""The client when attachments end: what it keeps, reports, and wakes; over both transports."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from shared.types.graft_source import GraftSource
 from shared.types.granted_slots import Lookup
 from shared.types.lineage import WHOLE
 from shared.types.queue_feed import QueueFeed
-from tests.small_kvd import small_kvd
+from tests.small_kvd import SmallKvd, small_kvd
 from tests.synthetic_engine import (
     encode,
     key_of,
@@ -26,10 +26,18 @@ from tests.synthetic_engine import (
     layout_with_windows,
     small_layout,
 )
+from tests.until import until
 
 LAYOUT = small_layout()
 KEY = key_of("s")
 TOKENS = encode(range(16))
+
+
+@pytest.fixture(autouse=True, params=["local calls", "gRPC"])
+def transport(request, monkeypatch):
+    """Call kvd over a socket of our own, or over gRPC as an older kvd is called."""
+    monkeypatch.setattr(SmallKvd, "offers_local_calls", request.param == "local calls")
+    return request.param
 
 
 @asynccontextmanager
@@ -43,12 +51,6 @@ async def client_of(directory, feed=None):
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-async def until(is_so):
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 def num_waiting(grant):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from shared.kvd_client.data_socket_protocol import (
     ArenaMapping,
     ArenaRequest,
+    CallSocket,
+    CallsRequest,
     Leaving,
     Refused,
     Welcome,
@@ -24,6 +26,8 @@ from shared.process.packets import MalformedPacketError
         Welcome("token"),
         ArenaRequest("ab"),
         ArenaMapping(4096, 3, 7),
+        CallsRequest("ab"),
+        CallSocket(),
         Leaving(),
         Refused("denied", "no"),
     ],
@@ -47,6 +51,8 @@ def test_messages_round_trip(message):
         b'{"kind": "mapping", "slot_bytes": 1, "num_slots": 1}',
         b'{"kind": "mapping", "slot_bytes": -1, "num_slots": 1, "num_words": 1}',
         b'{"kind": "mapping", "slot_bytes": true, "num_slots": 1, "num_words": 1}',
+        b'{"kind": "calls"}',
+        b'{"kind": "call_socket", "arena_id": "a"}',
         b'{"kind": "leaving", "later": 1}',
         b'{"kind": ["arena"]}',
         b"\xff\xfe",
@@ -62,7 +68,9 @@ def test_garbage_is_refused(packet):
 values = st.one_of(st.integers(), st.text(max_size=8), st.none(), st.floats(), st.lists(st.none()))
 objects = st.dictionaries(
     st.sampled_from(["kind", "token", "arena_id", "slot_bytes", "num_slots", "num_words", "more"]),
-    st.one_of(values, st.sampled_from(["welcome", "arena", "mapping", "leaving", "refused"])),
+    st.one_of(
+        values, st.sampled_from(["welcome", "arena", "mapping", "calls", "call_socket", "refused"])
+    ),
 )
 
 
