@@ -22,6 +22,9 @@ from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
+# Before an update that follows a pause. So a turn that begins at once is reported once, as running,
+# and kvd is not busy with its report when its history is requested.
+GATHER_S = 0.01
 PAUSE_S = 0.05  # between two updates: kvd could not prepare for requests that come and go faster
 ANSWER_S = 10.0  # deadline of an acknowledgement, for which kvd only touches its memory
 RETRY_S = 2.0  # after a stream has failed
@@ -79,6 +82,7 @@ class QueueSender:
                 if update is None:
                     _wake(waiting)
                     await self._changed.wait()
+                    await asyncio.sleep(GATHER_S)
                     continue
                 message = snapshot_message(attachment.engine_id, update)
                 async with asyncio.timeout(ANSWER_S):

@@ -19,10 +19,11 @@ The chain is followed over full blocks, and over the shorter one that ends at th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.records.entries import Span, plain_span
+from kvd.core.records.entries import Span, is_plain, plain_span
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -213,7 +214,11 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
     is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
     if is_discarded and not chaining.is_named:
         return own
-    shared = _extend(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
+    on_chain = _on_chain(own.pieces, chaining)
+    if len(on_chain) == len(own.pieces):  # the chain from the root would lead to the same blocks
+        return own
+    chain = on_chain[-1].span.chain if on_chain else chaining.root
+    shared = _extend(state, chaining, Match(on_chain, chain, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared
 
 
@@ -231,6 +236,17 @@ def _removal_reason(state: CacheState, key: SessionKey) -> str:
     if removal is None:
         return UNKNOWN_SESSION
     return removal.why if removal.kind is MoveKind.DROPPED else removal.kind.value
+
+
+def _on_chain(pieces: list[Piece], chaining: Chaining) -> list[Piece]:
+    """Return the first pieces of a match to which the content chain from the root leads, too."""
+
+    def is_step(piece: Piece) -> bool:
+        span = piece.span
+        is_own = is_plain(span) and span.block_key == span.chain
+        return is_own and piece.end == chaining.end_of_block(piece.token_offset)
+
+    return list(takewhile(is_step, pieces))
 
 
 def _extend(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:
