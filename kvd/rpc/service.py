@@ -151,6 +151,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._draining.refuse()
         engine, key = self._caller_and_session(request)
         waited_s = await self._wait_for_fetch(engine, key, request)
+        respond = partial(load_response, waited_s=waited_s, has_columns=request.span_columns)
         until = _deadline(request.deadline_s or self._live.loaded.settings.limits.load_wait)
         prepare = partial(_prepare_load, request, key)
         answer = self._act(engine, prepare)
@@ -161,9 +162,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         if answer.lookup is Lookup.PENDING:
             index = engine.cache.loads.index_of(answer.lease_id)
             if request.accept_pending and index is not None:
-                return load_response(answer, index, waited_s)
+                return respond(answer, index)
             answer = await self._wait_for_reads(engine, answer.lease_id, until)
-        return load_response(answer, waited_s=waited_s)
+        return respond(answer)
 
     async def CompleteLoad(  # noqa: N802
         self, request: pb.CompleteLoadRequest, _: Any

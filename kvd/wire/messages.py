@@ -19,7 +19,7 @@ from kvd.core.records.records import (
 )
 from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
-from shared.kvd_client.messages import key_message
+from shared.kvd_client.messages import key_message, spans_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.graft_source import GraftSource
@@ -37,7 +37,7 @@ TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 _LOAD = MessageFields(
     LoadAnswer,
     pb.PrepareLoadResponse,
-    given=("spans", "progress_index", "state", "windows", "fetch_waited_s"),
+    given=("spans", "columns", "progress_index", "state", "windows", "fetch_waited_s"),
 )
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE = MessageFields(
@@ -88,7 +88,11 @@ def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
 
 
 def load_response(
-    answer: LoadAnswer, progress_index: int = 0, waited_s: float = 0.0
+    answer: LoadAnswer,
+    progress_index: int = 0,
+    waited_s: float = 0.0,
+    *,
+    has_columns: bool = False,
 ) -> pb.PrepareLoadResponse:
     """Encode the answer to PrepareLoad.
 
@@ -96,12 +100,14 @@ def load_response(
         answer: the core's answer.
         progress_index: index of the load's progress word, for a PENDING answer.
         waited_s: seconds waited for a session that was being fetched.
+        has_columns: whether its spans are sent as columns.
     """
-    spans = map(_LOAD_SPAN.encode, answer.spans)
+    spans = () if has_columns else map(_LOAD_SPAN.encode, answer.spans)
     granted = None if answer.state is None else _STATE.encode(answer.state)
     return _LOAD.encode(
         answer,
         spans=spans,
+        columns=spans_message(answer.spans) if has_columns else None,
         progress_index=progress_index,
         fetch_waited_s=waited_s,
         state=granted,

@@ -1,9 +1,8 @@
 """KvdClient: asynchronous client of kvd for engines: RPCs for control, a mapped arena for KV.
 
-One task runs run(), which attaches, holds the attachment, and attaches again, for ever. The calls
-may be made from any task of the same loop at any time. Each one ends, with an answer or with a
-ReportedError (KvdUnavailableError while detached or past its deadline; KvdProtocolError for an
-answer that contradicts itself). None of them retries: the caller recomputes.
+One task runs run(), which attaches, holds the attachment, and attaches again, for ever. Any task of
+the same loop may call at any time. Each call ends, with an answer or a ReportedError (unavailable
+while detached or past its deadline; KvdProtocolError if it contradicts itself). None retries.
 
 Obligations of the caller, on every path:
     prepare_load HIT       -> read the slots, then complete_load; if that raises, the KV that was
@@ -115,6 +114,7 @@ class KvdClient(KvdConnection):
             lineage=lineage_message(lineage),
             fetch_wait_s=fetch_wait_s,
             history_tokens=history_tokens,
+            span_columns=True,
         )
         most_s = fetch_wait_s + deadline_s + GRACE_S
         call = self._call(attachment.stub.PrepareLoad, request, most_s, attachment)

@@ -5,8 +5,11 @@ Pure. shared/kvd_client/client.py adds the memory behind the slot ids.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
+from shared.kvd_client.messages import spans_of, tier_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
@@ -85,7 +88,6 @@ class StoreGrant:
 
 _LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
-_TIERS = {pb.TIER_DRAM: "dram", pb.TIER_SSD: "ssd"}
 _LOOKUPS = {
     pb.LOOKUP_HIT: Lookup.HIT,
     pb.LOOKUP_PENDING: Lookup.PENDING,
@@ -118,9 +120,7 @@ def load_grant(
     if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
         raise _bad_answer(f"lookup {response.lookup}")
     is_granted = lookup is not Lookup.MISS
-    spans = tuple(
-        _LOAD_SPAN.decode_row(span, _TIERS.get(span.tier, "unknown")) for span in response.spans
-    )
+    spans = _spans(response, request.from_token)
     if is_granted != bool(spans) or is_granted != bool(response.lease_id):
         raise _bad_answer(f"a {lookup.value} with {len(spans)} spans")
     end = _checked_end(spans, request, arena, layout.block_tokens)
@@ -150,6 +150,16 @@ def load_grant(
     )
 
 
+def _spans(response: pb.PrepareLoadResponse, from_token: int) -> tuple[LoadSpan, ...]:
+    """Decode the spans of an answer: as columns, or one by one as an older kvd sends them."""
+    if response.spans:
+        return tuple(_LOAD_SPAN.decode_row(span, tier_of(span.tier)) for span in response.spans)
+    try:
+        return spans_of(response.columns, from_token)
+    except ValueError as error:
+        raise _bad_answer(str(error)) from error
+
+
 def _check_windows(
     windows: Sequence[GrantedWindow], end: int, layout: KVLayout, *, is_whole: bool
 ) -> None:
@@ -173,13 +183,20 @@ def _checked_end(
     block_tokens: int,
 ) -> int:
     """Return the token behind the last span; check that spans are contiguous in the request."""
-    end = request.from_token
-    for span in spans:
-        _check_tokens(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
-        if span.token_offset != end:
-            raise _bad_answer(f"a span at token {span.token_offset}, {end} comes next")
-        end += span.num_tokens
-    if spans and end > len(request.token_ids) // TOKEN_BYTES:
+    if not spans:
+        return request.from_token
+    # By columns: there are thousands of spans, and a turn waits for this.
+    slot_ids, starts, _, offsets, *_ = zip(*spans, strict=True)
+    num_tokens = [span.num_tokens for span in spans]
+    *begins, end = accumulate(num_tokens, initial=request.from_token)
+    is_inside = (
+        max(slot_ids) < arena.num_slots and max(map(add, starts, num_tokens)) <= block_tokens
+    )
+    if min(num_tokens) < 1 or not is_inside:
+        raise _bad_answer("spans of tokens that are not in the arena's slots")
+    if list(offsets) != begins:
+        raise _bad_answer(f"spans of tokens from {offsets[:4]} on, not of {tuple(begins[:4])}")
+    if end > len(request.token_ids) // TOKEN_BYTES:
         raise _bad_answer(f"spans up to token {end}, beyond the request's")
     return end
 

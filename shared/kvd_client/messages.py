@@ -1,18 +1,24 @@
-"""Messages that both sides of kvd's RPCs use: session keys, lineages, layouts; and ids of engines.
+"""Messages that both sides of kvd's RPCs use: session keys, lineages, layouts, spans; engines' ids.
 
 Pure. The handshake of an attachment compares layouts (D12).
 """
 
 import hashlib
+from collections.abc import Sequence
+from itertools import accumulate, repeat
 
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
+from shared.types.granted_slots import LoadSpan
 from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 _COMPONENT = MessageFields(Component, pb.Component)
 _LAYOUT = MessageFields(KVLayout, pb.KVLayout, given=("layers", "fingerprint"))
+UNKNOWN = "unknown"
+_TIERS = {pb.TIER_DRAM: "dram", pb.TIER_SSD: "ssd"}
+_TIER_NUMBERS = {name: number for number, name in _TIERS.items()}
 _ID_PERSON = b"kvd shown id"
 _ID_BYTES = 8
 
@@ -27,6 +33,42 @@ def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
     if lineage is None:
         return None
     return pb.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
+
+
+def tier_of(number: pb.Tier) -> str:
+    """Return a tier's name; UNKNOWN for one of a newer kvd."""
+    return _TIERS.get(number, UNKNOWN)
+
+
+def spans_message(spans: Sequence[LoadSpan]) -> pb.LoadSpans:
+    """Encode spans that follow each other without gaps as columns."""
+    if not spans:
+        return pb.LoadSpans()
+    slot_ids, starts, num_tokens, _, generations, tiers = zip(*spans, strict=True)
+    return pb.LoadSpans(
+        slot_ids=slot_ids,
+        starts=starts,
+        num_tokens=num_tokens,
+        generations=generations,
+        tiers=[_TIER_NUMBERS[tier] for tier in tiers],
+    )
+
+
+def spans_of(message: pb.LoadSpans, first_token: int) -> tuple[LoadSpan, ...]:
+    """Decode spans; the first one begins at `first_token`.
+
+    Raises:
+        ValueError: the columns differ in length.
+    """
+    columns = message.slot_ids, message.starts, message.num_tokens, message.generations
+    num_spans = len(message.tiers)
+    if any(len(column) != num_spans for column in columns):
+        raise ValueError(f"columns of {sorted({num_spans, *map(len, columns)})} spans")
+    slot_ids, starts, num_tokens, generations = columns
+    offsets = accumulate(num_tokens, initial=first_token)  # and the end of the last span
+    tiers = map(_TIERS.get, message.tiers, repeat(UNKNOWN))
+    rows = zip(slot_ids, starts, num_tokens, offsets, generations, tiers, strict=False)
+    return tuple(map(LoadSpan._make, rows))
 
 
 def layout_message(layout: KVLayout) -> pb.KVLayout:

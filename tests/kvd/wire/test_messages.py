@@ -1,14 +1,24 @@
 """Durations and names in messages of any client."""
 
 import math
+from itertools import accumulate
 
 import pytest
 
 from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.errors import InvalidRequestError
-from kvd.wire.messages import MAX_DURATION_S, key_of, lineage_of, ns_of, ttl_ns_of
-from shared.kvd_client.messages import lineage_message
+from kvd.core.records.records import LoadAnswer
+from kvd.wire.messages import (
+    MAX_DURATION_S,
+    key_of,
+    lineage_of,
+    load_response,
+    ns_of,
+    ttl_ns_of,
+)
+from shared.kvd_client.messages import lineage_message, spans_of
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.granted_slots import LoadSpan, Lookup
 from shared.types.lineage import WHOLE
 from shared.types.session_key import InvalidNameError
 
@@ -45,6 +55,26 @@ def test_a_lineage_is_decoded_as_named(lineage):
     ):
         sent = request(lineage=lineage_message(lineage)).SerializeToString()
         assert lineage_of(request.FromString(sent)) == lineage
+
+
+@pytest.mark.parametrize("num_spans", [0, 1, 3])
+def test_the_spans_of_a_load_are_the_same_as_columns(num_spans):
+    """Which are sent in place of them."""
+    spans = tuple(LoadSpan(7 - n, n % 2, 4 + n, 0, 2**40 + n, "ssd") for n in range(num_spans))
+    offsets = accumulate((span.num_tokens for span in spans), initial=9)
+    spans = tuple(span._replace(token_offset=at) for span, at in zip(spans, offsets, strict=False))
+    response = load_response(LoadAnswer(Lookup.HIT, 1, spans), has_columns=True)
+    assert not response.spans
+    assert spans_of(response.columns, 9) == spans
+    assert not load_response(LoadAnswer(Lookup.HIT, 1, spans)).HasField("columns")
+
+
+def test_a_tier_of_a_newer_kvd():
+    """It has no name yet."""
+    columns = kvd_pb2.LoadSpans(
+        slot_ids=[1], starts=[0], num_tokens=[1], generations=[1], tiers=[kvd_pb2.TIER_HBM]
+    )
+    assert [span.tier for span in spans_of(columns, 0)] == ["unknown"]
 
 
 def test_invalid_lineages():

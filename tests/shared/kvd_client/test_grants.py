@@ -43,8 +43,21 @@ def _change(message, **fields):
     return copy
 
 
-@pytest.fixture
-def load(arena, words):
+def _columns(spans):
+    return kvd_pb2.LoadSpans(
+        slot_ids=[span.slot_id for span in spans],
+        starts=[span.start for span in spans],
+        num_tokens=[span.num_tokens for span in spans],
+        generations=[span.generation for span in spans],
+        tiers=[span.tier for span in spans],
+    )
+
+
+@pytest.fixture(params=["columns", "spans"])
+def load(request, arena, words):
+    """Decode an answer whose spans come as columns, or one by one as those of an older kvd."""
+    form = request.param
+
     def loaded(
         spans,
         end_token=20,
@@ -57,8 +70,9 @@ def load(arena, words):
         request = kvd_pb2.PrepareLoadRequest(
             token_ids=bytes(4 * num_tokens), accept_pending=fields.pop("accept_pending", False)
         )
+        fields = {"lease_id": 9, form: _columns(spans) if form == "columns" else spans, **fields}
         response = kvd_pb2.PrepareLoadResponse(
-            lookup=lookup, spans=spans, end_token=end_token, more=more, **{"lease_id": 9, **fields}
+            lookup=lookup, end_token=end_token, more=more, **fields
         )
         return load_grant(response, request, arena, layout, words)
 
@@ -103,17 +117,33 @@ def test_a_miss_has_a_reason_and_no_lease(load):
         [_change(SPAN, num_tokens=17), TAIL],
         [_change(SPAN, start=1), TAIL],
         [_change(SPAN, num_tokens=0), TAIL],
-        [SPAN, _change(TAIL, token_offset=17)],
         [TAIL],
-        [TAIL, SPAN],
         [SPAN],
         [],
     ],
 )
 def test_invalid_spans(load, spans):
-    """Slots outside the arena, rows outside the block, gaps and wrong ends are refused."""
+    """Slots outside the arena, rows outside the block, and wrong ends are refused."""
     with pytest.raises(KvdProtocolError):
         load(spans)
+
+
+@pytest.mark.parametrize("load", ["spans"], indirect=True)
+@pytest.mark.parametrize("spans", [[SPAN, _change(TAIL, token_offset=17)], [TAIL, SPAN]])
+def test_gaps(load, spans):
+    """Columns cannot have them."""
+    with pytest.raises(KvdProtocolError, match="from"):
+        load(spans)
+
+
+@pytest.mark.parametrize("load", ["columns"], indirect=True)
+@pytest.mark.parametrize("name", [field.name for field in kvd_pb2.LoadSpans.DESCRIPTOR.fields])
+def test_columns_of_different_lengths(load, name):
+    """No span is made of what is there."""
+    columns = _columns([SPAN, TAIL])
+    getattr(columns, name).pop()
+    with pytest.raises(KvdProtocolError, match=r"columns of \[1, 2\] spans"):
+        load([], columns=columns)
 
 
 def test_invalid_lookups(load):

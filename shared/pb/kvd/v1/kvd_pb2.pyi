@@ -203,6 +203,20 @@ class LoadSpan(_message.Message):
     generation: int
     def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class LoadSpans(_message.Message):
+    __slots__ = ("slot_ids", "starts", "num_tokens", "generations", "tiers")
+    SLOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    slot_ids: _containers.RepeatedScalarFieldContainer[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, slot_ids: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+
 class GrantedState(_message.Message):
     __slots__ = ("position", "slot_ids", "generations")
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -236,7 +250,7 @@ class Lineage(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., clean_tokens: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage", "fetch_wait_s", "history_tokens")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage", "fetch_wait_s", "history_tokens", "span_columns")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +261,7 @@ class PrepareLoadRequest(_message.Message):
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
@@ -257,10 +272,11 @@ class PrepareLoadRequest(_message.Message):
     lineage: Lineage
     fetch_wait_s: float
     history_tokens: int
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., fetch_wait_s: _Optional[float] = ..., history_tokens: _Optional[int] = ...) -> None: ...
+    span_columns: bool
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., fetch_wait_s: _Optional[float] = ..., history_tokens: _Optional[int] = ..., span_columns: bool = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
-    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows", "fetch_waited_s")
+    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index", "state", "windows", "fetch_waited_s", "columns")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +287,7 @@ class PrepareLoadResponse(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     FETCH_WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     lookup: Lookup
     lease_id: int
     spans: _containers.RepeatedCompositeFieldContainer[LoadSpan]
@@ -281,7 +298,8 @@ class PrepareLoadResponse(_message.Message):
     state: GrantedState
     windows: _containers.RepeatedCompositeFieldContainer[GrantedWindow]
     fetch_waited_s: float
-    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ..., fetch_waited_s: _Optional[float] = ...) -> None: ...
+    columns: LoadSpans
+    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ..., state: _Optional[_Union[GrantedState, _Mapping]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ..., fetch_waited_s: _Optional[float] = ..., columns: _Optional[_Union[LoadSpans, _Mapping]] = ...) -> None: ...
 
 class CompleteLoadRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id")
