@@ -15,7 +15,8 @@ complete; for `generate`, from its first token to its last.
 
 import asyncio
 import time
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -262,11 +263,24 @@ class _Batch:
 
 
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
-    """Return the tokens per second of the whole batch, while all of it decodes."""
+    """Return the tokens per second of the whole batch, while all of it decodes.
+
+    The tokens of a step come one after the other. So each answer counts between two of its own.
+    """
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)
-    num_tokens = sum(begin_s < at_s <= end_s for times in answers for at_s in times.token_s)
-    return num_tokens / (end_s - begin_s) if end_s > begin_s else 0.0
+    if begin_s >= end_s:
+        return 0.0
+    return sum(_tokens_per_s(times.token_s, begin_s, end_s) for times in answers)
+
+
+def _tokens_per_s(token_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """Return the speed of one answer between its tokens of the steps with these times.
+
+    The first step of all ends with `begin_s`, the last one begins with `end_s`.
+    """
+    first, last = bisect_right(token_s, begin_s) - 1, bisect_left(token_s, end_s)
+    return (last - first) / (token_s[last] - token_s[first])
 
 
 def _step_bytes(work: Workspace, options: DecodeOptions, batch: int) -> int:

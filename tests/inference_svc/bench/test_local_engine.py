@@ -70,5 +70,13 @@ def test_decode_speed_is_of_the_time_in_which_the_whole_batch_decodes():
     assert decode_tokens_per_s([slow_start, early]) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("num_steps", [2, 9])
+def test_decode_speed_does_not_depend_on_the_order_of_a_steps_tokens(num_steps):
+    """They are sampled one after the other; three in each second here."""
+    batch = [times([step + 0.01 * n for step in range(num_steps)]) for n in range(3)]
+    assert decode_tokens_per_s(batch) == pytest.approx(3.0)
+    assert decode_tokens_per_s(batch[::-1]) == pytest.approx(3.0)
+
+
 def test_a_batch_that_never_decodes_together_has_no_speed():
     assert decode_tokens_per_s([times([1.0, 2.0]), times([3.0, 4.0])]) == 0.0
