@@ -94,6 +94,8 @@ class Chaining:
 
     def follows(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
         """Whether a span of these tokens has the chain key that it has if nothing was dropped."""
+        if self._turns_at is None:  # as nearly always, and of very many spans: so without calls
+            return span.num_tokens <= self._step and self._block_key(chain, tokens) == span.chain
         is_straddling = offset + span.num_tokens > self.end_of_block(offset)
         return not is_straddling and self.key(chain, offset, tokens) == span.chain
 

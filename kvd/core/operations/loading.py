@@ -8,6 +8,7 @@ exactly these arrivals' `waiting`; 3. a load creates no session; 4. a lease that
 tracked by a progress word until it ends.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
@@ -122,8 +123,9 @@ class Loader:
             if state.history.knows(key) or reason == DISCARDED:
                 state.record_move(key, MoveKind.MISSED, num_tokens=missing, why=reason)
         stored = [piece for piece in found.pieces if piece.end > from_token]
-        is_there = (piece.block.is_in_dram or not dram_only for piece in stored)
-        pieces = stored[: sum(takewhile(bool, is_there))]
+        pieces = stored
+        if dram_only:
+            pieces = list(takewhile(lambda piece: piece.block.is_in_dram, stored))
         if num_parts and len(pieces) < len(stored):
             pieces = []  # the tokens cannot be used without their state or windows
         if pieces:
@@ -274,6 +276,7 @@ class Loader:
         for piece in pieces if is_holding else ():
             piece.block.holders += 1
         reads: list[Arrival] = []
+        dram, ssd = Tier.DRAM.value, Tier.SSD.value  # looked up once: there are thousands of pieces
         for index, piece in enumerate(pieces):
             block = piece.block
             is_here = block.is_in_dram
@@ -289,7 +292,7 @@ class Loader:
             if block.is_ahead:
                 block.is_ahead = False
                 self._state.outbox.count("prefetch_hits")
-            tier = Tier.DRAM if is_here else Tier.SSD
+            tier = dram if is_here else ssd
             lease.entries.append((block, _load_span(piece, lease.from_token, tier)))
         self._reader.issue(reads)
         for piece in pieces if is_holding else ():
@@ -373,9 +376,11 @@ class Loader:
             self._state.outbox.count("load_windows", num_windows)
         else:
             self._state.outbox.count("load_states", lease.num_parts > 0)
+        num_tokens = Counter[str]()
+        for _, span in lease.entries:
+            num_tokens[span.tier] += span.num_tokens
         for tier in Tier:
-            name = tier.value
-            num_of_tier = sum(span.num_tokens for _, span in lease.entries if span.tier == name)
+            num_of_tier = num_tokens[tier.value]
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
             self._state.turns.on_load(lease.key, tier, num_of_tier)
             if num_of_tier:
@@ -383,15 +388,10 @@ class Loader:
                 self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
 
 
-def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:
+def _load_span(piece: Piece, from_token: int, tier: str) -> LoadSpan:
     """Return the span of the piece's tokens from `from_token` on; its block has a slot."""
-    assert piece.block.slot_id is not None, "spans are granted on blocks with a slot"
-    num_skipped = max(0, from_token - piece.token_offset)
-    return LoadSpan(
-        slot_id=piece.block.slot_id,
-        start=piece.span.start + num_skipped,
-        num_tokens=piece.span.num_tokens - num_skipped,
-        token_offset=piece.token_offset + num_skipped,
-        tier=tier.value,
-        generation=piece.block.generation,
-    )
+    span, block, offset = piece
+    assert block.slot_id is not None, "spans are granted on blocks with a slot"
+    skipped = max(0, from_token - offset)
+    start, num_tokens = span.start + skipped, span.num_tokens - skipped
+    return LoadSpan(block.slot_id, start, num_tokens, offset + skipped, block.generation, tier)

@@ -19,7 +19,6 @@ The chain is followed over full blocks, and over the shorter one that ends at th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
@@ -211,8 +210,7 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining:
     own = _extend(state, chaining, own, token_ids)
     if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
         return own
-    is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
-    if is_discarded and not chaining.is_named:
+    if not chaining.is_named and any(p.span.chain != p.span.block_key for p in own.pieces):
         return own
     on_chain = _on_chain(own.pieces, chaining)
     if len(on_chain) == len(own.pieces):  # the chain from the root would lead to the same blocks
@@ -240,13 +238,11 @@ def _removal_reason(state: CacheState, key: SessionKey) -> str:
 
 def _on_chain(pieces: list[Piece], chaining: Chaining) -> list[Piece]:
     """Return the first pieces of a match to which the content chain from the root leads, too."""
-
-    def is_step(piece: Piece) -> bool:
-        span = piece.span
+    for index, (span, _, offset) in enumerate(pieces):
         is_own = is_plain(span) and span.block_key == span.chain
-        return is_own and piece.end == chaining.end_of_block(piece.token_offset)
-
-    return list(takewhile(is_step, pieces))
+        if not is_own or offset + span.num_tokens != chaining.end_of_block(offset):
+            return pieces[:index]
+    return pieces
 
 
 def _extend(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:

@@ -13,10 +13,11 @@ block on SSD is read; an adopted block is verified (and read, if it is corrupt a
 block is copied into a new one together with others. `BLOCK_MOVES` is the table of transitions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvd.core.records.entries import Span
 from kvd.core.records.tier import Tier
 from shared.types.session_key import SessionKey
 from shared.types.transitions import Transitions
@@ -182,6 +183,12 @@ class BlockIndex:
     def get(self, key: bytes) -> Block | None:
         """Return a block; None if there is none of this key."""
         return self._blocks.get(key)
+
+    def set_last_user(self, spans: Sequence[Span], key: SessionKey) -> None:
+        """Record that a session is the last one that used the blocks of its spans."""
+        blocks = self._blocks  # a session may have thousands
+        for span in spans:
+            blocks[span.block_key].last_user = key
 
     def holds(self, block: Block) -> bool:
         """Whether this very object (not a later block of the same key) is in the index."""

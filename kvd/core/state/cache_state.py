@@ -183,8 +183,7 @@ class CacheState:
         if session.pin is not Pin.HARD:
             self.users.on_access(session, self.now_ns)
             self.tenants.on_access(session.key)
-        for span in session.spans:
-            self.blocks[span.block_key].last_user = session.key
+        self.blocks.set_last_user(session.spans, session.key)
         self.schedule_expiry(session)
 
     def inherited_ttl_ns(self, tenant: str) -> int | None:
