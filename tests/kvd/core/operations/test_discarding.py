@@ -106,6 +106,20 @@ def test_blocks_computed_after_a_discard_are_not_shared():
     assert load(world, B, [1, 1, *TWOS, *THREES]).end_token == 0
 
 
+def test_the_rest_of_a_discard_is_shorter_than_what_another_session_has_computed():
+    """Both are of one lineage; the blocks that were computed after the discard go on."""
+    world = new_world()
+    tokens = ONES + TWOS + THREES
+    lineage = WHOLE.after(to_bytes(tokens), [(0, 4)])
+    store(world, A, tokens)
+    world.engine.sessions.discard(A, to_bytes(tokens), [(0, 4)], lineage=WHOLE)
+    world.pump()
+    store_named(world, B, TWOS + THREES + FOURS, lineage)
+    asked = to_bytes(TWOS + THREES + FOURS)
+    answer = world.engine.loads.prepare(A, asked, 0, ENGINE_ID, lineage=lineage)
+    assert answer.end_token == len(TWOS + THREES + FOURS)
+
+
 def test_a_partial_block_from_before_a_discard_is_not_replaced():
     """Its tokens were computed before the discard; a new block would say otherwise."""
     world = new_world()
