@@ -1,13 +1,15 @@
 """A kvd for fuzzing, with checks of its state afterwards."""
 
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from tests.fault.ledger import nothing_leaks
 from tests.faulty_kvd import FaultyKvd
 from tests.fuzz.judged_log import JudgedLog
 from tests.kvd_polling import eventually
+from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 
 SIZES = {
     "KVD_DRAM__BYTES": "256KB",
@@ -72,3 +74,29 @@ class FuzzedKvd(FaultyKvd):
                 kind, _, which = str(fd.readlink()).partition(":")
                 kinds[which if kind == "anon_inode" else kind] += 1
         return Counter({kind: n for kind, n in kinds.items() if not kind.startswith("/")})
+
+
+@asynccontextmanager
+async def kvd_beside_an_engine(
+    directory: Path, **settings: str
+) -> AsyncIterator[tuple[FuzzedKvd, SyntheticEngine]]:
+    """Run a kvd and an engine that stays attached; at the end nothing is left of all others."""
+    kvd = FuzzedKvd(directory, **settings)
+    await kvd.start()
+    before = await kvd.connections()
+    try:
+        async with attached_engine(kvd.runtime_dir) as engine:
+            yield kvd, engine
+        await kvd.leaves_nothing(before)
+        assert await kvd.stop() == 0, "its invariants hold"
+        kvd.is_over_unharmed()
+    finally:
+        await kvd.kill()
+
+
+async def still_serves(kvd: FuzzedKvd, engine: SyntheticEngine) -> None:
+    """Check that the engine that stays is served as before."""
+    tokens = list(range(40))
+    assert await engine.store(key_of("stays"), tokens) == len(tokens)
+    assert (await engine.load(key_of("stays"), tokens)).num_tokens == len(tokens)
+    kvd.is_unharmed()

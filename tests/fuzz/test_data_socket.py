@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from shared.kvd_client import data_socket_protocol as packets
 from shared.process.packets import MAX_PACKET_BYTES, close_fds
 from tests.fuzz.amounts import few, many
-from tests.fuzz.fuzzed_kvd import FuzzedKvd
+from tests.fuzz.fuzzed_kvd import FuzzedKvd, kvd_beside_an_engine, still_serves
 from tests.fuzz.raw_engine import raw_engine, receive
-from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of, small_layout
+from tests.synthetic_engine import small_layout
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,31 +77,15 @@ any_peers = st.lists(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fuzzed(tmp_path_factory):
     """Run (kvd, an engine that stays); at the end nothing is left of all other connections."""
-    kvd = FuzzedKvd(tmp_path_factory.mktemp("data"), KVD_LIMITS__MAX_ENGINES=str(MAX_PEERS))
-    await kvd.start()
-    before = await kvd.connections()
-    try:
-        async with attached_engine(kvd.runtime_dir) as engine:
-            yield kvd, engine
-        await kvd.leaves_nothing(before)
-        assert await kvd.stop() == 0, "its invariants hold"
-        kvd.is_over_unharmed()
-    finally:
-        await kvd.kill()
-
-
-async def _serves(kvd: FuzzedKvd, engine: SyntheticEngine) -> None:
-    """Check that the engine that stays is served as before."""
-    tokens = list(range(40))
-    assert await engine.store(key_of("stays"), tokens) == len(tokens)
-    assert (await engine.load(key_of("stays"), tokens)).num_tokens == len(tokens)
-    kvd.is_unharmed()
+    directory = tmp_path_factory.mktemp("data")
+    async with kvd_beside_an_engine(directory, KVD_LIMITS__MAX_ENGINES=str(MAX_PEERS)) as pair:
+        yield pair
 
 
 async def _play(fuzzed, peers) -> None:
     kvd, engine = fuzzed
     await asyncio.gather(*(_be(kvd, is_engine, steps) for is_engine, steps in peers))
-    await _serves(kvd, engine)
+    await still_serves(kvd, engine)
 
 
 async def _be(kvd: FuzzedKvd, is_engine: bool, steps: list[Send | Act]) -> None:
@@ -156,12 +140,12 @@ async def test_thousands_of_connections(fuzzed, num_connects):
         except BlockingIOError:  # its backlog is full: a connection has to wait
             await asyncio.sleep(0.001)
         if number % 100 == 99:
-            await _serves(kvd, engine)
+            await still_serves(kvd, engine)
         while len(open_ones) > 3 * MAX_PEERS:
             open_ones.pop(number % len(open_ones)).close()
     for sock in open_ones:
         sock.close()
-    await _serves(kvd, engine)
+    await still_serves(kvd, engine)
 
 
 async def test_without_descriptors_left(fuzzed):
@@ -174,10 +158,10 @@ async def test_without_descriptors_left(fuzzed):
     for num_spare in range(SPARE_FDS):
         resource.prlimit(kvd.pid, resource.RLIMIT_NOFILE, (highest + 1 + num_spare, limits[1]))
         socks = [packets.connect(path) for _ in range(SPARE_FDS)]
-        await _serves(kvd, engine)
+        await still_serves(kvd, engine)
         for sock in socks:
             sock.close()
         resource.prlimit(kvd.pid, resource.RLIMIT_NOFILE, limits)
         await kvd.has_no_more_than(before)
         async with raw_engine(kvd.runtime_dir, small_layout()):
-            await _serves(kvd, engine)
+            await still_serves(kvd, engine)

@@ -17,10 +17,10 @@ from shared.kvd_client import data_socket_protocol as packets
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.runtime_dir import MAX_FRAME_BYTES
 from tests.fuzz.amounts import few, many
-from tests.fuzz.fuzzed_kvd import FuzzedKvd
+from tests.fuzz.fuzzed_kvd import FuzzedKvd, kvd_beside_an_engine, still_serves
 from tests.fuzz.messages import FIRST_MARK, requests_of, resolve
 from tests.fuzz.raw_engine import RawEngine, open_calls, raw_engine
-from tests.synthetic_engine import SyntheticEngine, attached_engine, encode, key_of, small_layout
+from tests.synthetic_engine import encode, small_layout
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -130,31 +130,15 @@ any_engines = st.lists(st.tuples(st.booleans(), some_steps), min_size=1, max_siz
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fuzzed(tmp_path_factory):
     """Run (kvd, an engine that stays); at the end nothing is left of all others."""
-    kvd = FuzzedKvd(tmp_path_factory.mktemp("calls"), KVD_LIMITS__MAX_RPCS="8")
-    await kvd.start()
-    before = await kvd.connections()
-    try:
-        async with attached_engine(kvd.runtime_dir) as engine:
-            yield kvd, engine
-        await kvd.leaves_nothing(before)
-        assert await kvd.stop() == 0, "its invariants hold"
-        kvd.is_over_unharmed()
-    finally:
-        await kvd.kill()
-
-
-async def _serves(kvd: FuzzedKvd, engine: SyntheticEngine) -> None:
-    """Check that the engine that stays is served as before."""
-    tokens = list(range(40))
-    assert await engine.store(key_of("stays"), tokens) == len(tokens)
-    assert (await engine.load(key_of("stays"), tokens)).num_tokens == len(tokens)
-    kvd.is_unharmed()
+    directory = tmp_path_factory.mktemp("calls")
+    async with kvd_beside_an_engine(directory, KVD_LIMITS__MAX_RPCS="8") as pair:
+        yield pair
 
 
 async def _play(fuzzed, engines) -> None:
     kvd, engine = fuzzed
     await asyncio.gather(*(_be(kvd, ends_first, steps) for ends_first, steps in engines))
-    await _serves(kvd, engine)
+    await still_serves(kvd, engine)
 
 
 async def _be(kvd: FuzzedKvd, ends_first: bool, steps: list[Bytes | Frame | Act]) -> None:
@@ -238,9 +222,9 @@ async def test_an_engine_that_reads_no_answers(fuzzed):
                     while True:
                         rest = wire[sent % len(wire) :]
                         sent += calls.send(rest)
-                await _serves(kvd, engine)
+                await still_serves(kvd, engine)
                 if sent == sent_before:
                     break
             assert sent == sent_before, "kvd reads on, and keeps the answers"
             assert sent < 4 * MB
-    await _serves(kvd, engine)
+    await still_serves(kvd, engine)
