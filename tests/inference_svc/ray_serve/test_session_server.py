@@ -160,7 +160,7 @@ async def test_a_replica_without_a_service_leaves_it_to_the_next(tmp_path):
     services = [{"socket": f"unix:{tmp_path}/none.sock"}]
     replicas = [SessionServer(services, wait_s=0.0)]
     try:
-        with pytest.raises(ServiceError, match="each of the 1 services"):
+        with pytest.raises(ServiceError, match="all 1 services"):
             SessionServer(services)
         with pytest.raises(ServiceError, match="no inference service is running at"):
             await replicas[0].check_health()
