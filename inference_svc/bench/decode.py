@@ -265,7 +265,8 @@ class _Batch:
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
     """Return the tokens per second of the whole batch, while all of it decodes.
 
-    The tokens of a step come one after the other. So each answer counts between two of its own.
+    The tokens of a step come one after the other. So an answer's time is that between two tokens
+    of its own.
     """
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)

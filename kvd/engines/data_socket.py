@@ -321,7 +321,9 @@ class DataSocket:
     def _open_calls(self, sock: socket.socket, connection: DataConnection) -> None:
         """Send an engine a socket for its calls."""
         if self.serve_calls is None or connection.calls is not None:
-            raise MalformedPacketError("a second socket for calls is requested")
+            why = "one socket for calls can be requested, where Attached offers it"
+            self._refuse(sock, connection.uid, "unexpected", why)
+            raise MalformedPacketError(why)
         ours, engine_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         with engine_end:

@@ -61,7 +61,7 @@ class LocalCalls:
         try:
             await frames.ended
             if frames.fault:
-                _warn(frames.fault)
+                log.warning("local_calls_ended", reason=frames.fault)
         finally:
             frames.close()
             for answering in running.values():
@@ -75,14 +75,14 @@ class LocalCalls:
         try:
             call = pb.CallFrame.FromString(frame)
         except DecodeError:
-            _end(frames, "this is no CallFrame")
+            frames.close("this is no CallFrame")
             return
         known = running.get(call.number)
         if not call.method:
             if known is not None:
                 known.cancel()
         elif known is not None:
-            _end(frames, "the number of a running call is given to another one")
+            frames.close("the number of a running call is given to another one")
         elif (handler := self._handlers.get(call.method)) is None:
             code, why = grpc.StatusCode.UNIMPLEMENTED, f"no local method {call.method!r:.80}"
             frames.send(_failure(call.number, code, why).SerializeToString())
@@ -197,12 +197,3 @@ def _unary_handlers(add: Callable[[Any, Any], None], servicer: object) -> Mappin
 
 def _failure(number: int, code: grpc.StatusCode, why: str, status: bytes = b"") -> pb.AnswerFrame:
     return pb.AnswerFrame(number=number, code=code.value[0], message=why, status=status)
-
-
-def _end(frames: FrameStream, why: str) -> None:
-    _warn(why)
-    frames.close()
-
-
-def _warn(why: str) -> None:
-    log.warning("local_calls_ended", reason=why)

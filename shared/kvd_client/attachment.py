@@ -284,16 +284,14 @@ async def _shake_hands(
         )
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
-    if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
-        os.close(wakeup_fd)
-        raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
-    local = None
-    if attached.local_calls:
-        try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, wakeup_fd)
+        if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
+            raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
+        local = None
+        if attached.local_calls:
             local = await _open_calls(data, attached.arena_id, channel)
-        except BaseException:
-            os.close(wakeup_fd)
-            raise
+        undo.pop_all()
     held = frozenset(request.held_leases)
     confirmed = held & frozenset(attached.confirmed_leases)
     return Attachment(

@@ -1,7 +1,7 @@
-"""LocalChannel: the channel of kvd's stub whose unary calls go over a socket of our own (D16).
+"""LocalChannel: what kvd's generated stub takes in place of gRPC's channel (D16).
 
-Streams go over gRPC. A call behaves as one of gRPC does: it ends with an answer, with
-grpc.aio.AioRpcError, or when it is cancelled.
+Unary calls go over a socket of the attachment, without gRPC; streams go over gRPC. A call behaves
+as one of gRPC does: it ends with an answer, with grpc.aio.AioRpcError, or when it is cancelled.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 
 class LocalChannel:
-    """A channel for a stub.
+    """A channel to a kvd on this machine.
 
     Args:
         streams: gRPC's channel to the same service; the caller closes it.
@@ -127,15 +127,14 @@ class LocalChannel:
         try:
             answer = pb.AnswerFrame.FromString(frame)
         except DecodeError:
-            log.warning("kvd_answer_unreadable", reason="this is no AnswerFrame")
-            self._frames.close()
+            self._frames.close("this is no AnswerFrame")
             return
         waiting = self._waiting.pop(answer.number, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
     def _end_calls(self) -> None:
-        """Fail the calls that are under way."""
+        """Fail the calls that are under way; log why, if kvd has broken the protocol."""
         if self._frames.fault:
             log.warning("kvd_answer_unreadable", reason=self._frames.fault)
         for waiting in self._waiting.values():

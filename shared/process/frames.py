@@ -17,13 +17,13 @@ class FrameStream(asyncio.Protocol):
 
     Attributes:
         ended: done once no frame can be sent or received any more.
-        fault: how the other side has broken the protocol; "": it has not.
+        fault: how the other side has broken the protocol, so that we have closed; "": it has not.
 
     Args:
         on_frame: called with each frame.
         most_bytes: most bytes of a frame; a longer one ends the stream before it is read.
-        is_patient: whether to read nothing while the other side does not read what it was sent. At
-            most one side may be patient, or both could wait for ever.
+        is_patient: whether to read nothing while the other side does not read what it was sent
+            (back pressure). At most one side may be patient, or both could wait for ever.
     """
 
     def __init__(
@@ -54,8 +54,12 @@ class FrameStream(asyncio.Protocol):
         if self._transport is not None and not self._is_ending:
             self._transport.write(_LENGTH.pack(len(frame)) + frame)
 
-    def close(self) -> None:
-        """End the stream; frames not sent yet are lost."""
+    def close(self, fault: str = "") -> None:
+        """End the stream, because of a fault of the other side if one is named.
+
+        Frames that are not sent yet are lost.
+        """
+        self.fault = self.fault or fault
         if self._transport is not None:
             self._transport.abort()
 
@@ -77,8 +81,7 @@ class FrameStream(asyncio.Protocol):
         while len(received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(received, start)
             if length > self._most_bytes:
-                self.fault = f"a frame of {length} bytes, more than {self._most_bytes}"
-                self.close()
+                self.close(f"a frame of {length} bytes, more than {self._most_bytes}")
                 break
             begin, end = start + _LENGTH.size, start + _LENGTH.size + length
             if len(received) < end:

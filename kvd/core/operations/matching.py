@@ -239,8 +239,8 @@ def _removal_reason(state: CacheState, key: SessionKey) -> str:
 def _on_chain(pieces: list[Piece], chaining: Chaining) -> list[Piece]:
     """Return the first pieces of a match to which the content chain from the root leads, too."""
     for index, (span, _, offset) in enumerate(pieces):
-        is_own = is_plain(span) and span.block_key == span.chain
-        if not is_own or offset + span.num_tokens != chaining.end_of_block(offset):
+        is_discarded = not is_plain(span) or span.block_key != span.chain
+        if is_discarded or offset + span.num_tokens != chaining.end_of_block(offset):
             return pieces[:index]
     return pieces
 

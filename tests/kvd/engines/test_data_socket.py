@@ -135,10 +135,12 @@ async def test_a_socket_for_calls_is_given_once_after_attach(tmp_path):
                 assert not await asyncio.wait_for(connection.calls, 30)
                 assert calls.recv(1) == b""
             packets.send(sock, request)  # one that has ended is not replaced either
+            assert isinstance((await _receive(sock))[0], packets.Refused)
             assert (await receive(sock))[0] == b""
         data_socket.serve_calls = None
         async with _attached(tmp_path, data_socket) as (sock, connection):
             packets.send(sock, packets.CallsRequest(connection.arena.arena_id))
+            assert isinstance((await _receive(sock))[0], packets.Refused)
             assert (await receive(sock))[0] == b""
         await until(lambda: len(gone) == 3)
 
