@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "kernels.h"
 #include "lanes.h"
 
 namespace {
@@ -14,18 +15,6 @@ namespace {
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // a score that is not seen
 
 typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(float))));
-
-// A row of int64 numbers that Python writes; strides are in elements.
-struct Part {
-  int64_t keys, values;          // addresses of slot 0
-  int64_t pages;                 // address of the int32 page numbers; 0: a token's slot is its position
-  int64_t page_tokens;           // tokens on a page
-  int64_t first, end;            // positions of the visible tokens
-  int64_t key_head, key_token;   // strides of keys
-  int64_t value_head, value_token;
-  int64_t num_tokens;            // new ones, the last of these positions; 1 in decode steps
-  int64_t firsts;                // address of the int64 first position that each new token sees; 0: `first`
-};
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes all(float number) { return number - Lanes{}; }

@@ -1,22 +1,22 @@
 """AttentionKernel: the new tokens of several sequences attend over their KV in place, in C++.
 
 The kernels of `decode_attention.cpp`, for sequences with one new token, and of
-`prefill_attention.cpp`, for those with more; `native_library.py` compiles them. Before they serve,
-they are proven on this machine: random tensors of the model's shapes against plain softmax in
-torch.
+`prefill_attention.cpp`, for those with more; `native_library.py` compiles them, and torch calls them
+as operators (`operators.py`). Before they serve, they are proven on this machine: random tensors of
+the model's shapes against plain softmax in torch.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.cpu.operators import register
 from inference_svc.runtime.kv.layer_tensors import LayerShape
 
 DIM_STEP = 16  # heads have a multiple of so many elements
@@ -28,27 +28,30 @@ PROOF_TOKENS = (150, 5)  # new ones of each in a prefill: with many heads, more 
 PROOF_GROUPS = (1, 3, 8)  # query heads of a key head: a part of a block, and more than one
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest value
 
-Addresses = npt.NDArray[np.int64]
+
+class AttendedLayer(NamedTuple):
+    """A layer of the KV to which parts attend.
+
+    Attributes:
+        layer_index: the layer's index.
+        kv_heads: number of its key heads.
+        value_dim: elements of a value.
+    """
+
+    layer_index: int
+    kv_heads: int
+    value_dim: int
 
 
 class AttentionKernel:
     """The compiled kernels; may be called by several threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare the library's functions."""
-        size, address, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-        self._decode = library.attend_decode
-        self._decode.restype = None
-        self._decode.argtypes = [address, size, size, size, size, size, number, number]
-        self._decode.argtypes += [address, address, address, address, ctypes.c_int, ctypes.c_int]
-        self._scratch_size = library.scratch_size
-        self._scratch_size.restype = size
-        self._scratch_size.argtypes = [address, size, size, size, size]
-        self._prefill = library.attend_prefill
-        self._prefill.restype = None
-        self._prefill.argtypes = [address, size, size, size, size, size, number, number]
-        self._prefill.argtypes += [address, address, address, ctypes.c_int, ctypes.c_int]
-        library.panel_depth.restype = size
+        """Let the operators call the library's kernels."""
+        register(library)
+        self._decode = torch.ops.cachedattention.attend_decode.default
+        self._prefill = torch.ops.cachedattention.attend_prefill.default
+        library.panel_depth.restype = ctypes.c_int64
         self._prefilled = {
             dtype for dtype in DTYPES if library.panel_depth(int(dtype == torch.bfloat16))
         }
@@ -67,84 +70,46 @@ class AttentionKernel:
         return dtype in self._prefilled
 
     def decode(
-        self,
-        query: Tensor,
-        parts: Addresses,
-        kv_heads: int,
-        value_dim: int,
-        options: AttentionOptions,
+        self, query: Tensor, parts: Tensor, layer: AttendedLayer, options: AttentionOptions
     ) -> Tensor:
         """Attend one token of each part.
 
         Args:
-            query: [parts, heads, head_dim], contiguous, of a dtype in DTYPES, which KV has too.
-            parts: [parts, numbers], contiguous, as `Part` in the sources; what they point to has to
-                stay in place during the call.
-            kv_heads: number of key heads, of which `heads` is a multiple.
-            value_dim: elements of a value.
+            query: [1, heads, parts, head_dim], of a dtype in DTYPES, which KV has too.
+            parts: [layers, parts, numbers] int64, as `Part` in the sources; what they point to has
+                to stay in place during the call.
+            layer: the layer, whose number of key heads divides `heads`.
             options: scale, softcap and sinks of the call; its window is in `parts`.
 
         Returns:
-            [parts, heads, value_dim]
+            [1, parts, heads, value_dim]
         """
-        group = query.shape[1] // kv_heads
-        address = parts.ctypes.data
-        scratch = torch.empty(self._scratch_size(address, len(parts), kv_heads, group, value_dim))
-        return _run(self._decode, query, parts, (kv_heads, value_dim), options, scratch)
+        attended: Tensor = self._decode(query, parts, *layer, *_numbers(query, options))
+        return attended
 
     def prefill(
-        self,
-        query: Tensor,
-        parts: Addresses,
-        kv_heads: int,
-        value_dim: int,
-        options: AttentionOptions,
+        self, query: Tensor, parts: Tensor, layer: AttendedLayer, options: AttentionOptions
     ) -> Tensor:
         """Attend several tokens of each part, of a dtype that `can_prefill`.
 
         Args:
-            query: [tokens, heads, head_dim], contiguous, the parts' new tokens one after another.
+            query: [1, heads, tokens, head_dim], the parts' new tokens one after another.
             parts: see `decode`.
-            kv_heads: see `decode`.
-            value_dim: see `decode`.
+            layer: see `decode`.
             options: see `decode`; also its chunk is in `parts`.
 
         Returns:
-            [tokens, heads, value_dim]
+            [1, tokens, heads, value_dim]
         """
-        return _run(self._prefill, query, parts, (kv_heads, value_dim), options)
+        attended: Tensor = self._prefill(query, parts, *layer, *_numbers(query, options))
+        return attended
 
 
-def _run(
-    function: Callable[..., None],
-    query: Tensor,
-    parts: Addresses,
-    sizes: tuple[int, int],
-    options: AttentionOptions,
-    *scratch: Tensor,
-) -> Tensor:
-    """Call one of the library's functions; sizes: number of key heads, elements of a value."""
-    num_rows, heads, dim = query.shape
-    kv_heads, value_dim = sizes
-    out = query.new_empty(num_rows, heads, value_dim)
+def _numbers(query: Tensor, options: AttentionOptions) -> tuple[float, float, Tensor | None]:
+    """Return scale, softcap (0: none) and sinks of a call."""
+    scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    function(
-        parts.ctypes.data,
-        len(parts),
-        kv_heads,
-        heads // kv_heads,
-        dim,
-        value_dim,
-        dim**-0.5 if options.scale is None else options.scale,
-        options.softcap or 0.0,
-        None if sinks is None else sinks.data_ptr(),
-        query.data_ptr(),
-        *(memory.data_ptr() for memory in scratch),
-        out.data_ptr(),
-        int(query.dtype == torch.bfloat16),
-        torch.get_num_threads(),
-    )
-    return out
+    return scale, options.softcap or 0.0, sinks
 
 
 def why_unsupported(shapes: Sequence[LayerShape], dtype: torch.dtype) -> str:
@@ -174,19 +139,22 @@ def why_wrong(kernel: AttentionKernel, shapes: Sequence[LayerShape], dtype: torc
         )
         for group, (name, counts) in product(PROOF_GROUPS, ways):
             heads = kv_heads * group
-            query = torch.randn(sum(counts), heads, dim, generator=random).to(dtype)
+            query = torch.randn(1, heads, sum(counts), dim, generator=random).to(dtype)
             sinks = torch.randn(heads, generator=random)
             for options in (AttentionOptions(), AttentionOptions(0.3, softcap=5.0, sinks=sinks)):
-                parts = np.array(
+                parts = torch.tensor(
                     [
-                        _contiguous_part(keys, values, length, count)
-                        for length, count in zip(PROOF_LENGTHS, counts, strict=True)
+                        [
+                            _contiguous_part(keys, values, length, count)
+                            for length, count in zip(PROOF_LENGTHS, counts, strict=True)
+                        ]
                     ]
                 )
-                found = getattr(kernel, name)(query, parts, kv_heads, value_dim, options)
+                layer = AttendedLayer(0, kv_heads, value_dim)
+                found = getattr(kernel, name)(query, parts, layer, options)[0]
                 for row, length in _proof_rows(counts):
                     seen = (keys[:, :length].float(), values[:, :length].float())
-                    expected = _plain_softmax(query[row].float(), *seen, options)
+                    expected = _plain_softmax(query[0, :, row].float(), *seen, options)
                     off = (found[row].float() - expected).abs().max() / values.float().abs().max()
                     if not off <= TOLERANCE[dtype]:  # also if it is NaN
                         return f"the kernel of {name} is {off:.1e} off plain softmax"

@@ -9,9 +9,11 @@ does not depend on other parts. Parts of several tokens attend by that of prefil
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,12 +26,26 @@ from inference_svc.runtime.cpu.attention_kernel import (
     NUM_TOKENS,
     PAGE_TOKENS,
     PAGES,
-    Addresses,
+    AttendedLayer,
     AttentionKernel,
 )
 from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens
 from inference_svc.runtime.kv.sequence_kv import SequenceKv
+
+Addresses = npt.NDArray[np.int64]
+
+
+class _Places(NamedTuple):
+    """Where a sequence's KV is.
+
+    Attributes:
+        numbers: [layers, numbers], as `Part` has them; the range of tokens is left open.
+        layers: sizes of each layer.
+    """
+
+    numbers: Addresses
+    layers: tuple[AttendedLayer, ...]
 
 
 class CpuAttention:
@@ -39,7 +55,7 @@ class CpuAttention:
         """Store the kernels."""
         self._kernel = kernel
         self._portable = TorchAttention()
-        self._places: WeakKeyDictionary[SequenceKv, Addresses] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[SequenceKv, _Places] = WeakKeyDictionary()
 
     def prepare(self, parts: Sequence[Part]) -> StepAttention:
         """Plan a step; cheap, as a sequence's addresses are kept from step to step."""
@@ -57,8 +73,7 @@ class CpuAttention:
     def _by_kernel(self, parts: Sequence[Part]) -> StepAttention:
         return KernelAttention(self._kernel, [(part, self._places_of(part.kv)) for part in parts])
 
-    def _places_of(self, kv: SequenceKv) -> Addresses:
-        """Return where a sequence's KV is, [layers, numbers]; the range of tokens is left open."""
+    def _places_of(self, kv: SequenceKv) -> _Places:
         places = self._places.get(kv)
         if places is None:
             places = self._places[kv] = _find_places(kv)
@@ -71,12 +86,13 @@ class KernelAttention:
     All parts have one token, or all have several.
     """
 
-    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, Addresses]]) -> None:
+    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, _Places]]) -> None:
         """Store the parts, each with the places of its KV."""
         self._parts = parts
         self._attend = kernel.decode if parts[0][0].num_tokens == 1 else kernel.prefill
+        self._layers = parts[0][1].layers
         # By window and chunk [layers, parts, numbers].
-        self._addresses: dict[tuple[int | None, int | None], Addresses] = {}
+        self._addresses: dict[tuple[int | None, int | None], Tensor] = {}
         # These are kept until the step is over, as their addresses are.
         self._firsts: list[Addresses] = []
         self._tables = [
@@ -91,17 +107,13 @@ class KernelAttention:
         kind = (options.window, options.chunk)
         if kind not in self._addresses:
             self._addresses[kind] = self._find_addresses(options)
-        values = _layers_of(self._parts[0][0].kv.values)[layer_index]
-        _, kv_heads, *_, value_dim = values.shape  # of both layouts
-        rows = query[0].transpose(0, 1).contiguous()
-        addresses = self._addresses[kind][layer_index]
-        return self._attend(rows, addresses, kv_heads, value_dim, options).unsqueeze(0)
+        return self._attend(query, self._addresses[kind], self._layers[layer_index], options)
 
-    def _find_addresses(self, options: AttentionOptions) -> Addresses:
+    def _find_addresses(self, options: AttentionOptions) -> Tensor:
         """Return the parts' numbers by layer, for calls with this window and chunk."""
         by_part = []
         for part, places in self._parts:
-            kv, numbers = part.kv, places.copy()
+            kv, numbers = part.kv, places.numbers.copy()
             held_from = np.zeros(len(numbers), np.int64)
             if kv.window_from:
                 layers = range(len(numbers))
@@ -122,7 +134,7 @@ class KernelAttention:
                 self._firsts.append(firsts)
                 numbers[:, FIRSTS] = firsts.ctypes.data + np.arange(len(firsts)) * firsts.strides[0]
             by_part.append(numbers)
-        return np.stack(by_part, axis=1)
+        return torch.from_numpy(np.stack(by_part, axis=1))
 
 
 class MixedAttention:
@@ -150,20 +162,22 @@ class MixedAttention:
         return attended
 
 
-def _find_places(kv: SequenceKv) -> Addresses:
-    """Return the numbers of a sequence's layers, [layers, numbers], as `Part` has them."""
+def _find_places(kv: SequenceKv) -> _Places:
+    """Find a sequence's layers in memory."""
     is_paged = isinstance(kv, PagedKv)
-    rows = []
+    # Pages are [slots, kv_heads, dim], contiguous KV is [1, kv_heads, slots, dim].
+    head, slot = (1, 0) if is_paged else (1, 2)
+    rows: list[tuple[int, ...]] = []
+    layers: list[AttendedLayer] = []
     for keys, values in zip(_layers_of(kv.keys), _layers_of(kv.values), strict=True):
-        # Pages are [slots, kv_heads, dim], contiguous KV is [1, kv_heads, slots, dim].
-        head, slot = (1, 0) if is_paged else (1, 2)
         strides = (keys.stride(head), keys.stride(slot), values.stride(head), values.stride(slot))
         rows.append((keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides, 0, 0))
-    places = np.array(rows, np.int64)
+        layers.append(AttendedLayer(len(layers), values.shape[head], values.shape[-1]))
+    numbers = np.array(rows, np.int64)
     if isinstance(kv, PagedKv):
         on_page = kv.tables.groups.tokens_on_page
-        places[:, PAGE_TOKENS] = [on_page[group] for group in kv.tables.groups.group_of]
-    return places
+        numbers[:, PAGE_TOKENS] = [on_page[group] for group in kv.tables.groups.group_of]
+    return _Places(numbers, tuple(layers))
 
 
 def _layers_of(tokens: TokenTensors) -> Sequence[Tensor]:

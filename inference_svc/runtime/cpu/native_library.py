@@ -1,8 +1,8 @@
 """Native library: compiles this package's C++ kernels for this machine's processor, and loads them.
 
 The result is kept for later starts, in the directory that KERNEL_DIR names, under a name made of
-everything that it depends on: sources, options, compiler and processor. So a directory may be
-shared by different machines, and an update of the package compiles anew.
+everything that it depends on: sources, options, compiler, torch and processor. So a directory may
+be shared by different machines, and an update of the package or of torch compiles anew.
 
 The library uses the OpenMP that torch has loaded: a second one would have threads of its own, which
 wait for work by spinning, and so take the processors from torch's.
@@ -19,14 +19,18 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+
 KERNEL_DIR = "CACHEDATTENTION_KERNEL_DIR"  # the environment's variable
 KERNELS = (
     "decode_attention.cpp",
     "prefill_attention.cpp",
     "packed_product.cpp",
     "token_load.cpp",
+    "operators.cpp",
 )
-HEADERS = ("attention.h", "lanes.h", "panels.h")
+HEADERS = ("attention.h", "kernels.h", "lanes.h", "panels.h")
+TORCH = Path(torch.__file__).parent  # its headers and libraries
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILER_TIMEOUT_S = 120
 
@@ -45,7 +49,7 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
         NativeLibraryError: there is no compiler, it fails, or the directory cannot be written to.
     """
     compiler = shlex.split(environ.get("CXX", "")) or _compiler()
-    command = [*compiler, *OPTIONS]
+    command = [*compiler, *OPTIONS, f"-I{TORCH / 'include'}"]
     openmp = _loaded_openmp()
     directory = _directory(environ)
     try:
@@ -55,7 +59,9 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
-            _compile([*command, *map(str, map(_source, KERNELS)), *openmp, "-o", str(made)])
+            sources = [str(_source(name)) for name in KERNELS]
+            torch_library = [f"-L{TORCH / 'lib'}", "-ltorch_cpu"]  # loaded, so found without a path
+            _compile([*command, *sources, *openmp, *torch_library, "-o", str(made)])
             with made.open("rb") as library:
                 os.fsync(library.fileno())  # a name on disk stands for whole contents
             made.replace(path)
@@ -113,7 +119,7 @@ def _name(command: list[str], openmp: list[str]) -> str:
     processor = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0].splitlines()
     features = [line for line in processor if line.startswith(("model name", "flags", "Features"))]
     sources = [_source(name).read_text() for name in (*KERNELS, *HEADERS)]
-    parts = [*sources, *command, *openmp, *features]
+    parts = [*sources, *command, *openmp, *features, torch.__version__]
     with suppress(OSError):
         compiler = Path(shutil.which(command[0]) or command[0]).resolve().stat()
         parts.append(f"{compiler.st_size} {compiler.st_mtime_ns}")

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "panels.h"
 
 namespace {

@@ -1,32 +1,26 @@
 """ProductKernel: products of a model's linear layers with packed weights, in C++.
 
-The kernel of `packed_product.cpp`, which `native_library.py` compiles. It reads weights at memory's
-speed for 1 to 8 rows, where torch takes two to four times as long, and multiplies many rows as fast
-as oneDNN. A row's result has the same bits whatever other rows are multiplied with it. Before it
-serves, it is proven on this machine against torch.
+The kernel of `packed_product.cpp`, which `native_library.py` compiles and torch calls as an operator
+(`operators.py`). It reads weights at memory's speed for 1 to 8 rows, where torch takes two to four
+times as long, and multiplies many rows as fast as oneDNN. A row's result has the same bits whatever
+other rows are multiplied with it. Before it serves, it is proven on this machine against torch.
 """
 
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.cpu.operators import register
 from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.packing import MIN_WEIGHTS
 from shared.types.units import ceil_div
 
 PROOF_SIZES = ((1, 64, 32), (7, 301, 70), (77, 2500, 33))  # rows, inputs, outputs
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the largest product
-
-_library: Any = torch.library  # has no types
-_OPERATORS = _library.Library("cachedattention", "FRAGMENT")
-_OPERATORS.define(
-    "multiply_packed(Tensor states, Tensor packed, Tensor? bias, int out_features) -> Tensor"
-)
 
 
 class ProductKernel:
@@ -35,18 +29,16 @@ class ProductKernel:
     name = "cpp"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare the library's functions."""
-        size, address = ctypes.c_int64, ctypes.c_void_p
+        """Let the operator call the library's kernel."""
+        size = ctypes.c_int64
         library.panel_columns.restype = library.panel_depth.restype = size
         self._panel: int = library.panel_columns()
         self._depths: dict[torch.dtype, int] = {
             torch.float32: library.panel_depth(0),
             torch.bfloat16: library.panel_depth(1),
         }
-        self._multiply = library.multiply_packed
-        self._multiply.restype = None
-        self._multiply.argtypes = [address, size, size, size, size, address, address, address]
-        self._multiply.argtypes += [ctypes.c_int, ctypes.c_int]
+        register(library)
+        self._multiply = torch.ops.cachedattention.multiply_packed.default
 
     @staticmethod
     @cache
@@ -93,37 +85,8 @@ class ProductKernel:
         self, states: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
     ) -> Tensor:
         """See `Packing`."""
-        if type(states) is not Tensor:  # being traced, without contents
-            products: Tensor = torch.ops.cachedattention.multiply_packed(
-                states, packed, bias, out_features
-            )
-            return products
-        rows = states.reshape(-1, states.shape[-1])
-        missing = packed.shape[1] * packed.shape[3] - rows.shape[1]
-        # The kernel would read behind the end of memory where torch's product raises.
-        if states.dtype != packed.dtype or not 0 <= missing < packed.shape[3]:
-            raise RuntimeError(
-                f"states of {states.dtype}, {list(states.shape)}, do not fit weights of "
-                f"{packed.dtype} with {packed.shape[1] * packed.shape[3]} inputs"
-            )
-        if missing:
-            rows = pad(rows, (0, missing))
-        elif rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = states.new_empty(*states.shape[:-1], out_features)
-        self._multiply(
-            rows.data_ptr(),
-            rows.shape[0],
-            rows.stride(0),
-            rows.shape[1],
-            out_features,
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            int(states.dtype == torch.bfloat16),
-            torch.get_num_threads(),
-        )
-        return out
+        products: Tensor = self._multiply(states, packed, bias, out_features)
+        return products
 
 
 def _why_wrong(kernel: ProductKernel, dtype: torch.dtype) -> str:
@@ -141,21 +104,3 @@ def _why_wrong(kernel: ProductKernel, dtype: torch.dtype) -> str:
         if not off <= TOLERANCE[dtype]:  # also if it is NaN
             return f"the kernel is {off:.1e} off torch's product"
     return ""
-
-
-def _multiply_packed(
-    states: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
-) -> Tensor:
-    """Compute a layer; the operator, by which traced forwards call the kernel."""
-    return ProductKernel.load().multiply(states, packed, bias, out_features)
-
-
-def _product_shape(
-    states: Tensor, _packed: Tensor, _bias: Tensor | None, out_features: int
-) -> Tensor:
-    """Return what the operator returns, without its contents."""
-    return states.new_empty(*states.shape[:-1], out_features)
-
-
-_OPERATORS.impl("multiply_packed", _multiply_packed, "CPU")
-torch.library.register_fake("cachedattention::multiply_packed", _product_shape, lib=_OPERATORS)

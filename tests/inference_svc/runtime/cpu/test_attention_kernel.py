@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.attention_kernel import (
+    AttendedLayer,
     AttentionKernel,
     why_unsupported,
     why_wrong,
@@ -93,13 +94,13 @@ class Sequence:
 
 def attend(kernel, sequences, parts, threads=1):
     """Attend these sequences' queries in one call."""
-    query = torch.cat([sequence.query for sequence in sequences])
-    parts = np.array(parts, np.int64)
+    query = torch.cat([sequence.query for sequence in sequences]).transpose(0, 1).unsqueeze(0)
+    numbers = torch.tensor([parts])
     is_decode = all(sequence.num_tokens == 1 for sequence in sequences)
     by = kernel.decode if is_decode else kernel.prefill
     torch.set_num_threads(threads)
     try:
-        return by(query, parts, 2, 32, AttentionOptions())
+        return by(query, numbers, AttendedLayer(0, 2, 32), AttentionOptions())[0]
     finally:
         torch.set_num_threads(1)
 

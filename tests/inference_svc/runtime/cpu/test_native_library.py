@@ -3,19 +3,18 @@
 import os
 import platform
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from inference_svc.runtime.cpu.attention_kernel import AttentionKernel, why_wrong
 from inference_svc.runtime.cpu.native_library import (
     KERNEL_DIR,
     NativeLibraryError,
     load_library,
 )
-from inference_svc.runtime.cpu.product_kernel import ProductKernel
-from inference_svc.runtime.kv.layer_tensors import LayerShape
 
 
 def only_file(directory):
@@ -89,13 +88,27 @@ def test_it_shares_torchs_threads():
     assert len(loaded) == 1
 
 
+PROOF = """
+import torch
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel, why_wrong
+from inference_svc.runtime.cpu.native_library import load_library
+from inference_svc.runtime.cpu.product_kernel import ProductKernel
+from inference_svc.runtime.kv.layer_tensors import LayerShape
+
+library = load_library()
+assert ProductKernel(library).why_unusable(torch.device("cpu"), torch.float32) == ""
+assert why_wrong(AttentionKernel(library), [LayerShape((2, 48), (2, 112))], torch.float32) == ""
+print(library.panel_columns())
+"""
+
+
 @pytest.mark.parametrize("option", ["-mno-avx512f", "-mno-avx"])
 def test_processors_with_shorter_vectors_are_served(tmp_path, option):
-    """As compiled for them, both kernels are right."""
+    """As compiled for them, both kernels are right; in a process, which has one library."""
     if platform.machine() != "x86_64":
         pytest.skip("the options are those of x86")
-    library = load_library({KERNEL_DIR: str(tmp_path), "CXX": f"g++ {option}"})
-    assert ProductKernel(library).why_unusable(torch.device("cpu"), torch.float32) == ""
-    shapes = [LayerShape((2, 48), (2, 112))]
-    assert why_wrong(AttentionKernel(library), shapes, torch.float32) == ""
-    assert library.panel_columns() <= 16
+    environ = {**os.environ, KERNEL_DIR: str(tmp_path), "CXX": f"g++ {option}"}
+    proof = [sys.executable, "-c", PROOF]
+    found = subprocess.run(proof, env=environ, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) <= 16
