@@ -24,5 +24,5 @@ extern "C" int64_t scratch_size(const Part* parts, int64_t num_parts, int64_t kv
 extern "C" void attend_prefill(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group, int64_t dim,
                                int64_t value_dim, float scale, float softcap, const float* sinks, const void* query,
                                void* out, int is_bfloat16, int threads);
-extern "C" void multiply_packed(const void* rows, int64_t num_rows, int64_t stride, int64_t inner, int64_t columns,
-                                const void* weights, const void* bias, void* out, int is_bfloat16, int threads);
+extern "C" void multiply_packed(const void* rows, int64_t num_rows, int64_t inner, int64_t columns, const void* weights,
+                                const void* bias, void* out, int is_bfloat16, int threads);

@@ -43,7 +43,7 @@ Tensor multiply(const Tensor& states, const Tensor& packed, const std::optional<
   std::vector<int64_t> out_sizes(sizes.begin(), sizes.end());
   out_sizes.back() = columns;
   Tensor out = torch::stable::new_empty(states, out_sizes);
-  multiply_packed(rows.const_data_ptr(), num_rows, inner, inner, columns, packed.const_data_ptr(), address(bias),
+  multiply_packed(rows.const_data_ptr(), num_rows, inner, columns, packed.const_data_ptr(), address(bias),
                   out.mutable_data_ptr(), is_bfloat16(states), num_threads());
   return out;
 }

@@ -20,11 +20,11 @@ constexpr int64_t BLOCK_ROWS = 256;
 constexpr int64_t BLOCK_INNER = 2048;         // with PANEL it is a part of the second cache
 constexpr int64_t SERIAL = 1 << 18;           // multiplications for which no other thread is woken
 
-// rows: [num_rows, inner], `stride` elements apart. bias: [columns], or null. out: [num_rows, columns].
+// rows: [num_rows, inner]. bias: [columns], or null. out: [num_rows, columns].
 template <typename T>
 struct Product {
   const T* rows;
-  int64_t num_rows, stride, inner, columns;
+  int64_t num_rows, inner, columns;
   const T* weights;
   const T* bias;
   T* out;
@@ -41,8 +41,8 @@ void multiply_panel(const Product<T>& product, int64_t first, int64_t num_rows, 
   for (int64_t begin = 0; begin < product.inner; begin += BLOCK_INNER) {
     const int64_t length = std::min(BLOCK_INNER, product.inner - begin);
     for (int64_t r = 0; r < num_rows; r += ROWS) {
-      add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.stride + begin,
-                     product.stride, weights + begin * PANEL, length, sums + r * PANEL);
+      add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.inner + begin,
+                     product.inner, weights + begin * PANEL, length, sums + r * PANEL);
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -79,17 +79,17 @@ extern "C" int64_t panel_depth(int is_bfloat16) {
 #endif
 }
 
-// rows: [num_rows, inner], `stride` elements apart; weights: packed, with zeros where there is no column; bias: [columns],
-// or null; out: [num_rows, columns], contiguous. All are of float or bfloat16. inner is a multiple of the depth.
-extern "C" void multiply_packed(const void* rows, int64_t num_rows, int64_t stride, int64_t inner, int64_t columns,
-                                const void* weights, const void* bias, void* out, int is_bfloat16, int threads) {
+// rows: [num_rows, inner]; weights: packed, with zeros where there is no column; bias: [columns], or null; out:
+// [num_rows, columns]. All are contiguous, of float or bfloat16. inner is a multiple of the depth.
+extern "C" void multiply_packed(const void* rows, int64_t num_rows, int64_t inner, int64_t columns, const void* weights,
+                                const void* bias, void* out, int is_bfloat16, int threads) {
   if (!is_bfloat16)
-    return multiply(Product<float>{static_cast<const float*>(rows), num_rows, stride, inner, columns,
+    return multiply(Product<float>{static_cast<const float*>(rows), num_rows, inner, columns,
                                    static_cast<const float*>(weights), static_cast<const float*>(bias),
                                    static_cast<float*>(out)},
                     threads);
 #if defined(__AVX512BF16__)
-  multiply(Product<Bfloat16>{static_cast<const Bfloat16*>(rows), num_rows, stride, inner, columns,
+  multiply(Product<Bfloat16>{static_cast<const Bfloat16*>(rows), num_rows, inner, columns,
                              static_cast<const Bfloat16*>(weights), static_cast<const Bfloat16*>(bias),
                              static_cast<Bfloat16*>(out)},
            threads);

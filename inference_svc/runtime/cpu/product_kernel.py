@@ -1,9 +1,9 @@
 """ProductKernel: products of a model's linear layers with packed weights, in C++.
 
-The kernel of `packed_product.cpp`, which `native_library.py` compiles and torch calls as an operator
-(`operators.py`). It reads weights at memory's speed for 1 to 8 rows, where torch takes two to four
-times as long, and multiplies many rows as fast as oneDNN. A row's result has the same bits whatever
-other rows are multiplied with it. Before it serves, it is proven on this machine against torch.
+The kernel of `packed_product.cpp`, which `native_library.py` compiles; torch calls it as an
+operator (`operators.py`). It reads weights at memory's speed for 1 to 8 rows, where torch takes two
+to four times as long, and multiplies many rows as fast as oneDNN. A row's result has the same bits
+whatever other rows are multiplied with it. Before it serves, it is proven on this machine.
 """
 
 import ctypes
