@@ -50,6 +50,7 @@ from shared.kvd_client.client import KvdClient
 
 # How long a thread may keep the GIL while another waits for it. The compute thread waits for it
 # some hundred times a step; the event loop and the copy threads are less urgent.
+FORWARDS_FILE = "forwards.json"  # in the state directory: compiled forwards of models
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -195,8 +196,9 @@ def _start_compute_thread(
     # it.
     thread.submit(torch.set_flush_denormal, True).result()
     # On the same thread: torch's compiler keeps its settings per thread.
+    file = settings.server.state_dir / FORWARDS_FILE
     compiled = thread.submit(
-        choose_compiling, settings.model.compile, model.loaded, model.calibration
+        choose_compiling, settings.model.compile, model.loaded, model.calibration, file
     ).result()
     return thread, compiled
 

@@ -112,7 +112,9 @@ class ModelSettings(Section):
             their way to the sequence's memory: in "triton" on a GPU, in "cpp" on a CPU. "auto": by
             the kernel, if it is proven to give the same bits.
         compile: "step": torch's compiler makes kernels of the whole forward outside of attention,
-            which are proven to give the same answers. "off": it runs operation by operation.
+            which are proven to give the same answers, and remembered. "auto": by those that an
+            earlier start has made, if nothing has changed since. "off": the forward runs operation
+            by operation.
         packed_weights: the kernel for whose products weights are reordered on a CPU: in "cpp", or
             "torch"'s own. "auto": the first of these with which the model is proven to give the
             same answers; for torch's, a small model's weights are kept in both orders.
@@ -133,7 +135,7 @@ class ModelSettings(Section):
     attention: Literal["auto", "torch", "triton", "cpp"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     rotation: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    compile: Literal["off", "step"] = "off"
+    compile: Literal["auto", "off", "step"] = "auto"
     packed_weights: Literal["auto", "cpp", "torch", "off"] = "auto"
     positions: Literal["auto", "decoupled", "coupled"] = "auto"
     pooling: Literal["auto", "none", "last", "mean", "weighted_mean"] = "auto"

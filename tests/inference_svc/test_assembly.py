@@ -17,6 +17,7 @@ from inference_svc.runtime.calibration.compile_choice import choose_compiling
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of
+from tests.inference_svc.runtime.eager_pieces import EAGER
 from tests.memory_engine import loaded_model
 from tests.models import build_chunked_model, build_shapes_model, build_windowed_model
 from tests.recorded_graph import RecordedGraphs
@@ -56,7 +57,7 @@ def test_captured_steps_cover_the_possible_turns(model, monkeypatch, graphs, wor
 def test_steps_are_computed_by_what_was_compiled(model, monkeypatch):
     """Which is done on the thread that computes; here its graphs run operation by operation."""
     monkeypatch.setattr(
-        assembly, "choose_compiling", lambda *chosen: choose_compiling(*chosen, backend="eager")
+        assembly, "choose_compiling", lambda *chosen: choose_compiling(*chosen, compiler=EAGER)
     )
     settings = {"model": {"compile": "step"}, "cache": {"mode": "recompute"}}
     parts = assemble_engine(InferenceSettings.model_validate(settings), model)

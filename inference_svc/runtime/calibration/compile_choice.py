@@ -1,91 +1,134 @@
-"""Compile choice: compiles the model's forward, if requested, and proves the result.
+"""Compile choice: compiles the model's forward, or takes what an earlier start has compiled.
 
 Before compiled graphs serve, two sequences are computed with and without them: in chunks, token by
 token, in a batch and alone, with and without a write buffer, so that every graph is used. If logits
-differ, or what was written, or if the forward is no graph, the service does not start, since
-compiling was requested explicitly.
+differ, or what was written, or if the forward is no graph, the service does not start, if compiling
+was requested explicitly. Of a forward that was remembered, so that it is proven, a few steps are
+computed again.
 """
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
-import structlog
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.calibration.kernels import is_gpu, reason_of
+from inference_svc.runtime.calibration.kernels import reason_of
 from inference_svc.runtime.calibration.proof import new_pool
+from inference_svc.runtime.calibration.remembered_forwards import RememberedForwards
 from inference_svc.runtime.calibration.stock import is_same, logits_distance
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.compiled_forward import BackendName, CompiledForward
+from inference_svc.runtime.compute.compiled_forward import CompiledForward, compile_forward
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.piece_compiler import INDUCTOR, PieceCompiler
 from inference_svc.runtime.compute.traced_forward import UntraceableError, why_untraceable
 from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
+from shared.process.log import get_logger
 from shared.types.errors import ConfigError
 
-CompileName = Literal["off", "step"]
+CompileName = Literal["auto", "off", "step"]
 # Tokens of the two sequences in each step; 0: the step is without that sequence. The first sequence
 # has a write buffer. Only steps in which no sequence has more than WITH_LOGITS tokens give logits.
 STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4), (2, 1), (0, 2), (16, 0), (1, 0))
+REMEMBERED_STEPS = ((5, 7), (1, 1), (1, 0))  # of a forward that was proven before
 WITH_LOGITS = 8
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 def choose_compiling(
     name: CompileName,
     loaded: LoadedModel,
     calibration: Calibration,
-    backend: BackendName = "inductor",
+    file: Path,
+    compiler: PieceCompiler = INDUCTOR,
 ) -> CompiledForward | None:
-    """Compile the model's forward, if requested; to be called on the thread that will run it.
+    """Compile the model's forward, or load it; to be called on the thread that will run it.
 
     Args:
-        name: "step", or "off" for forwards that run operation by operation.
+        name: "step": compiled, unless it is remembered; "auto": only if it is remembered; "off":
+            forwards run operation by operation.
         loaded: the model, set to the attention of the calibration's mode.
         calibration: the model's calibration.
-        backend: what makes kernels of the graphs.
+        file: the file of remembered forwards.
+        compiler: what makes kernels of the graphs' pieces.
 
     Returns:
-        The compiled forward; None: it was not requested.
+        The compiled forward; None: forwards run operation by operation.
 
     Raises:
         ConfigError: the forward cannot be compiled, or gives other results when compiled.
     """
     if name == "off":
         return None
+    remembered = RememberedForwards(file, compiler)
+    compiled = remembered.find(loaded, calibration)
+    if compiled is not None:
+        reason = _why_not_the_same(loaded, calibration, compiled)
+        if not reason:
+            log.info("forward_compiled", graphs=len(compiled.graphs), was_proven=True)
+            return compiled
+        log.warning("remembered_forward_not_taken", reason=reason)
+    if name == "auto":
+        log.info("forward_not_compiled", remedy="start once with model.compile = step")
+        return None
+    compiled = _compile_and_prove(loaded, calibration, compiler)
+    remembered.remember(loaded, calibration, compiled)
+    log.info("forward_compiled", graphs=len(compiled.graphs), was_proven=False)
+    return compiled
+
+
+def _why_not_the_same(
+    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward
+) -> str:
+    """Return why a remembered forward cannot serve; "": it can."""
+    try:
+        return _why_wrong(loaded, calibration, compiled, REMEMBERED_STEPS)
+    except Exception as error:  # noqa: BLE001 - compiled code may raise anything
+        return reason_of(error)
+
+
+def _compile_and_prove(
+    loaded: LoadedModel, calibration: Calibration, compiler: PieceCompiler
+) -> CompiledForward:
+    """Compile a forward.
+
+    Raises:
+        ConfigError: it cannot be compiled, or gives other results when compiled.
+    """
     remedy = "set it to off"
     reason = why_untraceable(calibration)
-    if not reason and backend == "inductor" and not _has_compiler(loaded.device):
-        reason, remedy = "there is no C++ compiler", "install g++, or set it to off"
+    if not reason:
+        reason = compiler.why_unusable(loaded.device)
+        if reason:
+            remedy = "install g++, or set it to off"
     if not reason:
         try:
-            compiled = CompiledForward(loaded, calibration, backend)
-            reason = _why_wrong(loaded, calibration, compiled)
+            compiled = compile_forward(loaded, calibration, compiler)
+            reason = _why_wrong(loaded, calibration, compiled, STEPS)
         except UntraceableError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - models and compilers may raise anything
             reason = f"the forward is not a graph: {reason_of(error)}"
     if reason:
         raise ConfigError(f"model.compile = step cannot be used: {reason}", remedy)
-    log.info("forward_compiled", graphs=compiled.num_graphs)
     return compiled
 
 
-def _has_compiler(device: torch.device) -> bool:
-    """Whether there is the compiler that kernels for a device need beside torch's own."""
-    return is_gpu(device) or any(map(shutil.which, ("g++", "clang++", "c++")))
+Steps = Sequence[tuple[int, int]]
 
 
-def _why_wrong(loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward) -> str:
+def _why_wrong(
+    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward, steps: Steps
+) -> str:
     """Return how the compiled forward differs from what it was made of; "": it does not."""
-    expected = _results(loaded, calibration, None)
-    found = _results(loaded, calibration, compiled)
-    if compiled.num_run < len(STEPS):
-        return f"graphs fit {compiled.num_run} of {len(STEPS)} steps only"
+    expected = _results(loaded, calibration, None, steps)
+    found = _results(loaded, calibration, compiled, steps)
+    if compiled.num_run < len(steps):
+        return f"graphs fit {compiled.num_run} of {len(steps)} steps only"
     for what, values in found.items():
         if not is_same(values, expected[what], loaded.dtype, calibration.rounding):
             distance = logits_distance(values, expected[what], loaded.dtype)
@@ -94,16 +137,16 @@ def _why_wrong(loaded: LoadedModel, calibration: Calibration, compiled: Compiled
 
 
 def _results(
-    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward | None
+    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward | None, steps: Steps
 ) -> dict[str, Tensor]:
     """Compute two sequences step by step; return logits and what was written, [n, size] each."""
-    num_tokens = sum(map(sum, STEPS))
+    num_tokens = sum(map(sum, steps))
     pool = new_pool(loaded, calibration, 3 * num_tokens)
     runner = ModelRunner(loaded, calibration, compiled=compiled)
     sequences = [pool.new_kv(num_tokens) for _ in range(2)]
     buffer = pool.new_write_buffer(0, num_tokens)
     logits = []
-    for sizes in STEPS:
+    for sizes in steps:
         chunks = [
             Chunk(
                 kv,

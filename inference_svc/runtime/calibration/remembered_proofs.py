@@ -101,7 +101,7 @@ def calibrate_once(
         loaded.model.config._attn_implementation,  # noqa: SLF001 - the only way to ask
         calibration.positions,
         calibration.notes,
-        _digest(calibration),
+        calibration_digest(calibration),
         sink_tokens,
         packing_of(loaded.model),
         calibration.is_one_by_one,
@@ -151,7 +151,7 @@ def _calibrate_by(
     try:
         found = calibration_by(loaded, proof.mode, proof.attention, proof.positions, proof.notes)
         found = replace(found, is_one_by_one=proof.is_one_by_one, rounding=proof.rounding)
-        if _digest(found) == proof.found:
+        if calibration_digest(found) == proof.found:
             return found
     except UnsupportedModelError:
         pass
@@ -159,7 +159,7 @@ def _calibrate_by(
     return None
 
 
-def _digest(calibration: Calibration) -> str:
+def calibration_digest(calibration: Calibration) -> str:
     """Digest those parts of a calibration that decide how a model runs and how KV is stored."""
     facts = (
         calibration.mode,

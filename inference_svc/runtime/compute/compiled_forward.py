@@ -12,8 +12,9 @@ model's. Weights that oneDNN has packed are opaque to the compiler, so that thei
 alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +23,16 @@ from torch.nn.functional import pad
 
 from inference_svc.runtime.compute.graph_pieces import Part, Run, divide, tensor_of
 from inference_svc.runtime.compute.graph_program import GraphProgram
-from inference_svc.runtime.compute.joined_products import join_products
+from inference_svc.runtime.compute.joined_products import JoinedWeights, join_products
+from inference_svc.runtime.compute.piece_compiler import PieceCompiler
 from inference_svc.runtime.compute.traced_forward import TracedForward, UntraceableError
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
-BackendName = Literal["inductor", "eager"]  # "eager": pieces run operation by operation
 MOST_GRAPHS = 6  # each takes some seconds to trace, for a model of thirty layers
 
 
-class _Graph(NamedTuple):
+class CompiledGraph(NamedTuple):
     """A compiled graph, and the numbers of tokens and of rows of logits for which it holds."""
 
     tokens: range
@@ -43,45 +44,21 @@ class CompiledForward:
     """The compiled graphs of one model; used by the thread that has compiled them.
 
     Attributes:
+        graphs: those that hold for fewer tokens come first.
+        pieces: what the graphs' pieces run, each once.
+        joined: weights that are not the model's, but made of them.
         num_run: number of forwards that a graph has computed.
     """
 
     def __init__(
-        self, loaded: LoadedModel, calibration: Calibration, backend: BackendName = "inductor"
+        self,
+        graphs: Sequence[CompiledGraph],
+        pieces: Sequence[Run],
+        joined: Sequence[JoinedWeights],
     ) -> None:
-        """Trace graphs for all numbers of tokens that a step may have, and compile their pieces.
-
-        Raises:
-            UntraceableError: there are no such graphs; the message is the reason.
-            Exception: from the model or the compiler.
-        """
+        """Store the parts."""
+        self.graphs, self.pieces, self.joined = graphs, pieces, joined
         self.num_run = 0
-        self._graphs: list[_Graph] = []
-        self._backend = backend
-        self._compiled: dict[tuple[str, bool], Run] = {}  # by key, and whether for a lone token
-        next_tokens = 2
-        while next_tokens <= loaded.context_window:
-            if len(self._graphs) == MOST_GRAPHS:
-                raise UntraceableError(f"it would take more than {MOST_GRAPHS} graphs")
-            traced = TracedForward(loaded, calibration, next_tokens)
-            join_products(traced.graph)
-            parts = divide(traced.graph, _stands_alone)
-            # The same graph computes a lone token, unless the model treats one in another way: then
-            # its results differ, which `compile_choice.py` finds out.
-            if next_tokens == 2:
-                lone = [self._compiled_part(part, is_lone=True) for part in parts]
-                program = GraphProgram(traced.graph, lone)
-                self._graphs.append(_Graph(range(1, 2), range(1, 2), program))
-            several = [self._compiled_part(part, is_lone=False) for part in parts]
-            traced.check()
-            program = GraphProgram(traced.graph, several)
-            self._graphs.append(_Graph(traced.tokens, traced.rows, program))
-            next_tokens = traced.tokens.stop
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of graphs."""
-        return len(self._graphs)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, row_indices: Tensor) -> Tensor | None:
         """Run a forward like `ForwardCall`, under a `StepForward` that is active.
@@ -95,7 +72,7 @@ class CompiledForward:
             [n, vocab] logits; None: no graph fits, and nothing was done.
         """
         num_tokens, num_rows = token_ids.shape[1], row_indices.shape[0]
-        for tokens, rows, program in self._graphs:
+        for tokens, rows, program in self.graphs:
             if num_tokens in tokens and num_rows < rows.stop:
                 # A graph for many rows also serves steps with fewer: it computes the first token's
                 # logits, too, and they are dropped.
@@ -104,14 +81,47 @@ class CompiledForward:
                 return program.run(token_ids, positions, wanted)[:num_rows]
         return None
 
-    def _compiled_part(self, part: Part, *, is_lone: bool) -> Part:
-        """Return a part of a graph that computes the same by kernels, if it is a piece."""
-        if self._backend == "eager" or not isinstance(part.run, GraphModule):
+
+def compile_forward(
+    loaded: LoadedModel, calibration: Calibration, compiler: PieceCompiler
+) -> CompiledForward:
+    """Trace graphs for all numbers of tokens that a step may have, and compile their pieces.
+
+    Raises:
+        UntraceableError: there are no such graphs; the message is the reason.
+        Exception: from the model or the compiler.
+    """
+    graphs: list[CompiledGraph] = []
+    joined: list[JoinedWeights] = []
+    compiled: dict[tuple[str, bool], Run] = {}  # by key, and whether for a lone token
+
+    def compiled_part(part: Part, *, is_lone: bool) -> Part:
+        if not isinstance(part.run, GraphModule):
             return part
         kind = (part.key, is_lone)
-        if kind not in self._compiled:
-            self._compiled[kind] = _compile(part.run, is_lone=is_lone)
-        return replace(part, run=self._compiled[kind])
+        if kind not in compiled:
+            compiled[kind] = compiler.compile(part.run, _inputs_of(part.run, is_lone=is_lone))
+        return replace(part, run=compiled[kind])
+
+    next_tokens = 2
+    while next_tokens <= loaded.context_window:
+        if len(graphs) == MOST_GRAPHS:
+            raise UntraceableError(f"it would take more than {MOST_GRAPHS} graphs")
+        traced = TracedForward(loaded, calibration, next_tokens)
+        joined += join_products(traced.graph)
+        parts = divide(traced.graph, _stands_alone)
+        # The same graph computes a lone token, unless the model treats one in another way: then
+        # its results differ, which `compile_choice.py` finds out.
+        if next_tokens == 2:
+            lone = [compiled_part(part, is_lone=True) for part in parts]
+            program = GraphProgram.of(traced.graph, lone)
+            graphs.append(CompiledGraph(range(1, 2), range(1, 2), program))
+        several = [compiled_part(part, is_lone=False) for part in parts]
+        traced.check()
+        program = GraphProgram.of(traced.graph, several)
+        graphs.append(CompiledGraph(traced.tokens, traced.rows, program))
+        next_tokens = traced.tokens.stop
+    return CompiledForward(graphs, list(compiled.values()), joined)
 
 
 def _stands_alone(node: Node) -> bool:
@@ -123,22 +133,10 @@ def _stands_alone(node: Node) -> bool:
     return any(tensor_of(module, weight).layout != torch.strided for weight in weights)
 
 
-def _compile(piece: GraphModule, *, is_lone: bool) -> Run:
-    """Make kernels of a piece; return a function like it, for a lone token or for several."""
-    import torch._inductor as compiler  # takes a second
-    from torch._inductor import config
-
-    options = {
-        "size_asserts": False,  # each call would check the shape of every argument
-        # A part of the key under which kernels are cached on disk, unlike torch's own number.
-        "cpp.threads": torch.get_num_threads(),
-    }
+def _inputs_of(piece: GraphModule, *, is_lone: bool) -> list[Tensor]:
+    """Return a piece's inputs as a trace has them, for a lone token or for several."""
     inputs = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
-    if is_lone:
-        inputs = [_of_one_token(value) for value in inputs]
-    with config.patch(options), torch.inference_mode(mode=False), torch.no_grad():
-        run: Run = compiler.standalone_compile(piece, inputs, dynamic_shapes="from_example_inputs")
-    return run
+    return [_of_one_token(value) for value in inputs] if is_lone else inputs
 
 
 def _of_one_token(value: Tensor) -> Tensor:

@@ -19,6 +19,21 @@ Run = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
+class Operation:
+    """An operation that stands alone, as a function that returns all of its results.
+
+    Attributes:
+        target: an operator of torch.
+    """
+
+    target: Any
+
+    def __call__(self, *arguments: Any) -> Sequence[Tensor]:
+        """Compute it."""
+        return (self.target(*arguments),)
+
+
+@dataclass(frozen=True)
 class Part:
     """A piece, or an operation between pieces.
 
@@ -57,7 +72,7 @@ def divide(whole: GraphModule, is_cut: Callable[[Node], bool]) -> list[Part]:
         if pending:
             parts.append(_piece(whole, pending))
             pending = []
-        parts.append(Part(_alone(node.target), node.args, (node,)))
+        parts.append(Part(Operation(node.target), node.args, (node,)))
     if pending:
         parts.append(_piece(whole, pending))
     return parts
@@ -65,17 +80,18 @@ def divide(whole: GraphModule, is_cut: Callable[[Node], bool]) -> list[Part]:
 
 def tensor_of(whole: GraphModule, node: Node) -> Tensor:
     """Return a graph's weight; of other nodes, what the trace had: a tensor without contents."""
-    found: Any = whole if node.op == "get_attr" else node.meta["val"]
-    if node.op == "get_attr":
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
+    found = weight_of(whole, node) if node.op == "get_attr" else node.meta["val"]
     assert isinstance(found, Tensor), f"{node} is not a tensor"  # noqa: S101
     return found.detach()
 
 
-def _alone(operation: Any) -> Run:
-    """Return an operation as a function that returns all of its results."""
-    return lambda *arguments: (operation(*arguments),)
+def weight_of(whole: GraphModule, node: Node) -> Tensor:
+    """Return a graph's weight itself: the model's, unless another was put there."""
+    found: Any = whole
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    weight: Tensor = found
+    return weight
 
 
 def _piece(whole: GraphModule, nodes: Sequence[Node]) -> Part:

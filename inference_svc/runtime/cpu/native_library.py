@@ -116,11 +116,15 @@ def _loaded_openmp() -> list[str]:
 
 def _name(command: list[str], openmp: list[str]) -> str:
     """Return a hash of everything that the compiled code depends on."""
-    processor = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0].splitlines()
-    features = [line for line in processor if line.startswith(("model name", "flags", "Features"))]
     sources = [_source(name).read_text() for name in (*KERNELS, *HEADERS)]
-    parts = [*sources, *command, *openmp, *features, torch.__version__]
+    parts = [*sources, *command, *openmp, *processor_features(), torch.__version__]
     with suppress(OSError):
         compiler = Path(shutil.which(command[0]) or command[0]).resolve().stat()
         parts.append(f"{compiler.st_size} {compiler.st_mtime_ns}")
     return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def processor_features() -> list[str]:
+    """Return the lines of the system that tell for which processor code is compiled."""
+    processor = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0].splitlines()
+    return [line for line in processor if line.startswith(("model name", "flags", "Features"))]

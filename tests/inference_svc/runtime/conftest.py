@@ -10,12 +10,13 @@ import torch
 import transformers
 
 from inference_svc.runtime.calibration.calibration import calibrate, without_windows
-from inference_svc.runtime.compute.compiled_forward import CompiledForward
+from inference_svc.runtime.compute.compiled_forward import compile_forward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.arena_kv import ArenaKv
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.positions.recipes import Calibration
+from tests.inference_svc.runtime.eager_pieces import EAGER
 
 VOCAB = 97
 WINDOW = 192
@@ -366,7 +367,7 @@ def graph_runner(tiny):
     def runner_by_name(name):
         if name not in made:
             model = tiny(name).loaded, tiny(name).calibration
-            made[name] = ModelRunner(*model, compiled=CompiledForward(*model, "eager"))
+            made[name] = ModelRunner(*model, compiled=compile_forward(*model, EAGER))
         return made[name]
 
     return runner_by_name

@@ -11,14 +11,16 @@ import torch
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.compiled_forward import CompiledForward
+from inference_svc.runtime.compute.compiled_forward import compile_forward
 from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.piece_compiler import INDUCTOR
 from inference_svc.runtime.compute.traced_forward import UntraceableError
 from inference_svc.runtime.cpu import product_kernel
 from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from inference_svc.runtime.model.packing import OneDnnPacking
+from tests.inference_svc.runtime.eager_pieces import EAGER
 from tests.sampled import sampled
 
 ONEDNN = OneDnnPacking()
@@ -121,7 +123,7 @@ def test_a_graph_gives_what_the_forward_gives(tiny, graph_runner, name):
 def test_experts_of_16_bits_are_within_the_graph(tiny, name):
     """Which chooses among them by numbers, and not by code; sinks are an operand of attention."""
     model = tiny(name, torch.bfloat16)
-    compiled = CompiledForward(model.loaded, model.calibration, "eager")
+    compiled = compile_forward(model.loaded, model.calibration, EAGER)
     runner = ModelRunner(model.loaded, model.calibration, compiled=compiled)
     check_same(model, runner, to_the_bit=True, close={"rtol": 2e-2, "atol": 2e-2})
 
@@ -134,19 +136,19 @@ def test_packed_layers_have_a_graph_for_few_tokens_and_one_for_many(tiny, build)
         layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN, REGIONS)
     model.lm_head = PackedLinear(model.lm_head, ONEDNN, REGIONS, keeps_stored=True)
     packed = described(model), calibrate(described(model))
-    compiled = CompiledForward(*packed, "eager")
-    assert compiled.num_graphs == 3  # of 1 token, 2 or 3, and more
+    compiled = compile_forward(*packed, EAGER)
+    assert len(compiled.graphs) == 3  # of 1 token, 2 or 3, and more
     check_same(tiny("llama"), ModelRunner(*packed, compiled=compiled), ModelRunner(*packed))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_layers_packed_for_our_kernel_are_operators_of_graphs(tiny, build, monkeypatch, backend):
+@pytest.mark.parametrize("compiler", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+def test_layers_packed_for_our_kernel_are_operators_of_graphs(tiny, build, monkeypatch, compiler):
     """And give what they give without."""
     monkeypatch.setattr(product_kernel, "MIN_WEIGHTS", 1)
     loaded = described(build("llama"))
     packed = loaded, calibrate(loaded, packing="cpp")
-    compiled = CompiledForward(*packed, backend)
-    assert compiled.num_graphs == 2  # of 1 token, and more
+    compiled = compile_forward(*packed, compiler)
+    assert len(compiled.graphs) == 2  # of 1 token, and more
     check_same(tiny("llama"), ModelRunner(*packed, compiled=compiled), ModelRunner(*packed))
 
 
@@ -183,8 +185,8 @@ def changed(build, change):
 def test_steps_of_more_tokens_than_any_graph_has_are_computed(tiny, build):
     """The last graph need only reach as far as the window."""
     model = changed(build, lambda states: states if states.shape[1] <= 200 else states.clone())
-    compiled = CompiledForward(*model, "eager")
-    assert compiled.num_graphs == 2
+    compiled = compile_forward(*model, EAGER)
+    assert len(compiled.graphs) == 2
     runner = ModelRunner(*model, compiled=compiled)
     chunks = [Chunk(tiny("llama").new_kv(150), [5] * 150, True) for _ in range(2)]
     assert runner.step(chunks).shape == (2, 97)
@@ -198,7 +200,7 @@ def test_a_forward_with_too_many_ranges_is_refused(build):
         return states * sum(states.shape[1] <= number for number in range(3, 50, 3))
 
     with pytest.raises(UntraceableError, match="more than 6 graphs"):
-        CompiledForward(*changed(build, change), "eager")
+        compile_forward(*changed(build, change), EAGER)
 
 
 @pytest.mark.long
@@ -207,7 +209,7 @@ def test_a_forward_with_too_many_ranges_is_refused(build):
 def test_kernels_give_what_the_forward_gives(tiny, name):
     """As torch makes them for this CPU."""
     model = tiny(name).loaded, tiny(name).calibration
-    check_same(tiny(name), ModelRunner(*model, compiled=CompiledForward(*model)))
+    check_same(tiny(name), ModelRunner(*model, compiled=compile_forward(*model, INDUCTOR)))
 
 
 @pytest.mark.long
@@ -223,5 +225,5 @@ def test_kernels_of_another_model_of_the_same_shape_have_its_weights(tiny, build
         for layer in model.model.layers:
             layer.mlp.down_proj = PackedLinear(layer.mlp.down_proj, ONEDNN, REGIONS)
         packed = described(model), calibrate(described(model))
-        runner = ModelRunner(*packed, compiled=CompiledForward(*packed))
+        runner = ModelRunner(*packed, compiled=compile_forward(*packed, INDUCTOR))
         check_same(tiny("llama"), runner, ModelRunner(*packed))

@@ -47,7 +47,7 @@ def test_pieces_compute_what_the_graph_does(weights):
     assert [bool(part.key) for part in parts] == [True, False] * 4 + [True]
     for rows in (1, 2, 5, 9):
         inputs = torch.arange(rows), torch.randn(rows, WIDTH)
-        assert torch.equal(GraphProgram(whole, parts).run(*inputs), layers(weights, *inputs))
+        assert torch.equal(GraphProgram.of(whole, parts).run(*inputs), layers(weights, *inputs))
 
 
 def test_layers_have_one_key(weights):
@@ -102,4 +102,4 @@ def test_a_size_is_read_from_an_argument():
     whole = traced(run, torch.randn(5, WIDTH), torch.randn(3))
     parts = divide(whole, is_cut)
     inputs = torch.randn(5, WIDTH), torch.randn(7)
-    assert torch.equal(GraphProgram(whole, parts).run(*inputs), torch.full((7,), 2.0))
+    assert torch.equal(GraphProgram.of(whole, parts).run(*inputs), torch.full((7,), 2.0))

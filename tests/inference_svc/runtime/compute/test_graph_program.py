@@ -29,7 +29,7 @@ def whole():
 
 
 def test_a_program_computes_the_graph(whole):
-    program = GraphProgram(whole, divide(whole, is_cut))
+    program = GraphProgram.of(whole, divide(whole, is_cut))
     inputs = torch.randn(5), torch.randn(5)
     assert torch.equal(program.run(*inputs), run(*inputs))
     assert torch.equal(program.run(*inputs), run(*inputs)), "a second time"
@@ -49,7 +49,7 @@ def test_values_are_freed_once_they_were_read_last(whole):
         return replace(part, run=compute)
 
     parts = [watched(part) for part in divide(whole, is_cut)]
-    GraphProgram(whole, parts).run(torch.randn(5), torch.randn(5))
+    GraphProgram.of(whole, parts).run(torch.randn(5), torch.randn(5))
     assert len(most) == 9
     assert max(most) == 1
 
@@ -57,4 +57,4 @@ def test_values_are_freed_once_they_were_read_last(whole):
 def test_a_graph_may_be_one_operation():
     whole = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3))
     states = torch.randn(5)
-    assert torch.equal(GraphProgram(whole, divide(whole, is_cut)).run(states), states.sin())
+    assert torch.equal(GraphProgram.of(whole, divide(whole, is_cut)).run(states), states.sin())

@@ -1,0 +1,186 @@
+"""Remembered forwards: compiled forwards that an earlier start has made and proven.
+
+Tracing a forward and compiling its pieces takes seconds, and minutes where no kernels are cached.
+What comes of it is little: kernels, which call is made with which values, and the names of weights.
+That is kept in a file of the service, and used if everything is unchanged on which it depends
+(`_name`). A few steps are still compared with the forward as it is (`compile_choice.py`).
+"""
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference_svc.runtime.calibration.kernels import reason_of
+from inference_svc.runtime.calibration.remembered_proofs import calibration_digest, proof_name
+from inference_svc.runtime.compute.compiled_forward import CompiledForward, CompiledGraph
+from inference_svc.runtime.compute.graph_pieces import Operation, Run
+from inference_svc.runtime.compute.graph_program import Call, GraphProgram
+from inference_svc.runtime.compute.joined_products import JoinedWeights, join_weights
+from inference_svc.runtime.compute.piece_compiler import PieceCompiler
+from inference_svc.runtime.cpu.native_library import processor_features
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.packed_linear import packing_of
+from inference_svc.runtime.model.remembered_file import RememberedFile
+from inference_svc.runtime.positions.recipes import Calibration
+from shared.process.log import get_logger
+
+FORMAT = b"forwards 1"  # files of another format are ignored
+MOST_FORWARDS = 4  # of 2 MiB each
+WEIGHTS = "weights"  # the key of names of weights, unlike constants of a call
+
+log = get_logger(__name__)
+
+
+class UnnamedError(Exception):
+    """A forward calls or takes something that has no name; the message says what."""
+
+
+class RememberedForwards:
+    """The compiled forwards in a file, of this service's models."""
+
+    def __init__(self, file: Path, compiler: PieceCompiler) -> None:
+        """Read the file."""
+        self._file = RememberedFile(file, "compiled forwards", FORMAT, MOST_FORWARDS)
+        self._compiler = compiler
+
+    def find(self, loaded: LoadedModel, calibration: Calibration) -> CompiledForward | None:
+        """Return a model's compiled forward; None: there is none, or it cannot be loaded."""
+        entry = self._file.find(_name(loaded, calibration))
+        if entry is None:
+            return None
+        try:
+            return self._decode(entry, loaded.model)
+        except Exception as error:  # noqa: BLE001 - compilers may raise anything
+            log.warning("remembered_forward_not_loaded", reason=reason_of(error))
+            return None
+
+    def remember(
+        self, loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward
+    ) -> None:
+        """Keep a model's compiled forward for later starts, if it can be."""
+        try:
+            entry = self._encode(compiled, loaded.model)
+        except Exception as error:  # noqa: BLE001 - compilers may raise anything
+            log.warning("forward_not_remembered", reason=reason_of(error))
+            return
+        self._file.remember({_name(loaded, calibration): entry})
+
+    def _encode(self, compiled: CompiledForward, model: nn.Module) -> dict[str, Any]:
+        pieces = {id(run): number for number, run in enumerate(compiled.pieces)}
+        names = {id(weight): [name] for name, weight in _weights_of(model).items()}
+        for weights in compiled.joined:
+            names[id(weights.joined)] = [names[id(part)][0] for part in weights.parts]
+        return {
+            "pieces": [
+                base64.b64encode(self._compiler.to_bytes(run)).decode() for run in compiled.pieces
+            ],
+            "graphs": [
+                {
+                    "tokens": [graph.tokens.start, graph.tokens.stop],
+                    "rows": [graph.rows.start, graph.rows.stop],
+                    "calls": [
+                        [
+                            _name_of(call.run, pieces),
+                            [_encode_argument(argument, names) for argument in call.arguments],
+                            *call[2:],
+                        ]
+                        for call in graph.program.calls
+                    ],
+                    "num_values": graph.program.num_values,
+                    "answer": graph.program.answer,
+                }
+                for graph in compiled.graphs
+            ],
+        }
+
+    def _decode(self, entry: Mapping[str, Any], model: nn.Module) -> CompiledForward:
+        pieces = [self._compiler.from_bytes(base64.b64decode(kept)) for kept in entry["pieces"]]
+        weights = _KnownWeights(model)
+        graphs = []
+        for graph in entry["graphs"]:
+            calls = [
+                Call(
+                    pieces[run] if isinstance(run, int) else Operation(_operator(run)),
+                    tuple(weights.argument(argument) for argument in arguments),
+                    tuple((position, number) for position, number in places),
+                    (first, end),
+                    tuple(last_read),
+                )
+                for run, arguments, places, (first, end), last_read in graph["calls"]
+            ]
+            program = GraphProgram(calls, graph["num_values"], graph["answer"])
+            tokens, rows = (range(*graph[kind]) for kind in ("tokens", "rows"))
+            graphs.append(CompiledGraph(tokens, rows, program))
+        return CompiledForward(graphs, pieces, list(weights.joined.values()))
+
+
+class _KnownWeights:
+    """The weights that calls take, by their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = _weights_of(model)
+        self.joined: dict[tuple[str, ...], JoinedWeights] = {}
+
+    def argument(self, argument: Any) -> Any:
+        """Return an argument of a call; weights that several calls take are joined once."""
+        if not isinstance(argument, dict):
+            return argument
+        names = tuple(argument[WEIGHTS])
+        if len(names) == 1:
+            return self._weights[names[0]]
+        if names not in self.joined:
+            self.joined[names] = join_weights([self._weights[name] for name in names])
+        return self.joined[names].joined
+
+
+def _name(loaded: LoadedModel, calibration: Calibration) -> str:
+    """Digest everything that a compiled forward depends on."""
+    facts = (
+        proof_name(loaded, "auto", [packing_of(loaded.model)]),
+        calibration_digest(calibration),
+        torch.get_num_threads(),
+        *processor_features(),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _name_of(run: Run, pieces: Mapping[int, int]) -> int | str:
+    """Return the number of a piece, or the name of an operation."""
+    if isinstance(run, Operation):
+        return str(run.target)  # "namespace.name.overload"
+    return pieces[id(run)]
+
+
+def _operator(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _encode_argument(argument: Any, names: Mapping[int, Sequence[str]]) -> Any:
+    """Return an argument in JSON: the name of a weight, or a constant.
+
+    Raises:
+        UnnamedError: it is another tensor, or nothing that JSON has.
+    """
+    if isinstance(argument, Tensor):
+        if id(argument) not in names:
+            raise UnnamedError(f"a tensor of {list(argument.shape)} is none of the model's")
+        return {WEIGHTS: names[id(argument)]}
+    if isinstance(argument, list | tuple):
+        return [_encode_argument(one, names) for one in argument]
+    is_plain = argument is None or isinstance(argument, bool | int | str)
+    if is_plain or (isinstance(argument, float) and math.isfinite(argument)):
+        return argument
+    raise UnnamedError(f"an argument is a {type(argument).__name__}")
