@@ -24,7 +24,6 @@ from inference_svc.runtime.calibration.calibration import without_windows
 from inference_svc.runtime.calibration.compile_choice import choose_compiling
 from inference_svc.runtime.calibration.graph_choice import StepMemory, choose_graphs
 from inference_svc.runtime.calibration.rotation_choice import choose_rotation
-from inference_svc.runtime.compute.compiled_forward import CompiledForward
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.cuda.arenas import open_arena_by_copier, open_arena_for
 from inference_svc.runtime.cuda.graphs import capture_on
@@ -125,7 +124,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     calibration, cache, device = model.calibration, settings.cache, model.loaded.device
     layout, num_layers = calibration.layout, len(calibration.layers)
     counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
-    compute_thread, compiled = _start_compute_thread(settings, model)
+    compute_thread = _start_compute_thread()
     bounds = batch_bounds(
         settings.scheduler, device, layout.state_bytes, _memory_of(device).free_bytes
     )
@@ -138,7 +137,8 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
     scheduler = Scheduler(plan.limits, rates, num_layers, settings.scheduler.tenant_weights)
     memory = _reserve_memory(settings, model, plan, scheduler)
-    runner = _make_runner(settings, model, plan, memory, compiled)
+    runner = _make_runner(settings, model, plan, memory)
+    _compile(settings, model, runner, compute_thread)
     loads = _make_loads(cache, memory, store, copies.load, counters, num_layers)
     stepper = Stepper(
         runner=runner,
@@ -186,21 +186,14 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
 
 
-def _start_compute_thread(
-    settings: InferenceSettings, model: Model
-) -> tuple[WorkerThread, CompiledForward | None]:
-    """Start the thread that computes, and compile the forward on it if the settings say so."""
+def _start_compute_thread() -> WorkerThread:
+    """Start the thread that computes."""
     thread = WorkerThread("compute")
     # States of recurrent layers decay to denormal numbers, with which processors are up to ten
     # times slower. The setting is the compute thread's; the threads of its matrix products inherit
     # it.
     thread.submit(torch.set_flush_denormal, True).result()
-    # On the same thread: torch's compiler keeps its settings per thread.
-    file = settings.server.state_dir / FORWARDS_FILE
-    compiled = thread.submit(
-        choose_compiling, settings.model.compile, model.loaded, model.calibration, file
-    ).result()
-    return thread, compiled
+    return thread
 
 
 def _make_store(
@@ -285,7 +278,6 @@ def _make_runner(
     model: Model,
     plan: MemoryPlan,
     memory: _Memory,
-    compiled: CompiledForward | None,
 ) -> ModelRunner:
     """Choose the attention back-end, and whether decode steps are captured; both are proven."""
     loaded, calibration = model.loaded, model.calibration
@@ -298,7 +290,29 @@ def _make_runner(
         attention,
         StepMemory(memory.pool, memory.ring, plan.limits.max_running, memory.window_tokens),
     )
-    return ModelRunner(loaded, calibration, attention, graphs, compiled)
+    return ModelRunner(loaded, calibration, attention, graphs)
+
+
+def _compile(
+    settings: InferenceSettings, model: Model, runner: ModelRunner, thread: WorkerThread
+) -> None:
+    """Compile the runner's forward before its first step, or load it, as the settings say.
+
+    On the thread of its steps: torch's compiler keeps its settings per thread. The service does not
+    wait for a forward to be loaded, which takes a second; if it came first, the first turn would
+    wait as long.
+
+    Raises:
+        ConfigError: it cannot be compiled, but the settings request that.
+    """
+    name, file = settings.model.compile, settings.server.state_dir / FORWARDS_FILE
+
+    def choose() -> None:
+        runner.compiled = choose_compiling(name, model.loaded, model.calibration, file)
+
+    chosen = thread.submit(choose)
+    if name == "step":
+        chosen.result()
 
 
 def _make_loads(

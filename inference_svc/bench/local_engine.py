@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -278,28 +279,30 @@ async def running_engine(
     if kvd is not None:
         mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
     check_room(kv_tokens * model.calibration.layout.token_bytes, "working KV")
-    settings = InferenceSettings.model_validate(
-        {
-            "model": {"device": str(model.loaded.device), "compile": compiling},
-            "cache": {**mode, **(cache or {})},
-            "scheduler": {"kv_tokens": kv_tokens, "draft_tokens": 0, **(scheduler or {})},
-        }
-    )
-    parts = assemble_engine(settings, model)
-    local = LocalEngine(parts, model, kvd)
-    tasks = [asyncio.create_task(local.run())]
-    if parts.client is not None:
-        tasks.append(asyncio.create_task(parts.client.run()))
-    try:
+    with TemporaryDirectory(prefix="inference-bench-") as state_dir:
+        settings = InferenceSettings.model_validate(
+            {
+                "model": {"device": str(model.loaded.device), "compile": compiling},
+                "cache": {**mode, **(cache or {})},
+                "scheduler": {"kv_tokens": kv_tokens, "draft_tokens": 0, **(scheduler or {})},
+                "server": {"state_dir": state_dir},
+            }
+        )
+        parts = assemble_engine(settings, model)
+        local = LocalEngine(parts, model, kvd)
+        tasks = [asyncio.create_task(local.run())]
         if parts.client is not None:
-            await parts.client.wait_attached(ATTACH_S)
-        await asyncio.to_thread(parts.pool.prefault)
-        yield local
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        parts.close()
+            tasks.append(asyncio.create_task(parts.client.run()))
+        try:
+            if parts.client is not None:
+                await parts.client.wait_attached(ATTACH_S)
+            await asyncio.to_thread(parts.pool.prefault)
+            yield local
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            parts.close()
 
 
 def _times(request: EngineRequest, sink: _Sink, submitted_s: float) -> TurnTimes:

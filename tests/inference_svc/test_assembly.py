@@ -13,7 +13,11 @@ from inference_svc.assembly import Model, assemble_engine
 from inference_svc.config import InferenceSettings
 from inference_svc.core.scheduling.step_plan import ON_CPU
 from inference_svc.runtime.attention.paged_attention import PagedAttention
-from inference_svc.runtime.calibration.compile_choice import choose_compiling
+from inference_svc.runtime.calibration.compile_choice import (
+    REMEMBERED_STEPS,
+    STEPS,
+    choose_compiling,
+)
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.decode_graphs import StepShape
 from inference_svc.runtime.kv.layer_tensors import token_items_of
@@ -54,20 +58,25 @@ def test_captured_steps_cover_the_possible_turns(model, monkeypatch, graphs, wor
         parts.close()
 
 
-def test_steps_are_computed_by_what_was_compiled(model, monkeypatch):
-    """Which is done on the thread that computes; here its graphs run operation by operation."""
+def test_steps_are_computed_by_what_was_compiled(model, monkeypatch, tmp_path):
+    """Or remembered, before the first of them; here graphs run operation by operation."""
     monkeypatch.setattr(
         assembly, "choose_compiling", lambda *chosen: choose_compiling(*chosen, compiler=EAGER)
     )
-    settings = {"model": {"compile": "step"}, "cache": {"mode": "recompute"}}
-    parts = assemble_engine(InferenceSettings.model_validate(settings), model)
-    try:
-        compiled = parts.runner.compiled
-        before = compiled.num_run
-        parts.runner.step([Chunk(parts.pool.new_kv(8), [5, 6, 7], want_logits=True)])
-        assert compiled.num_run == before + 1
-    finally:
-        parts.close()
+    for compiling in ("step", "auto"):
+        settings = {
+            "model": {"compile": compiling},
+            "cache": {"mode": "recompute"},
+            "server": {"state_dir": str(tmp_path)},
+        }
+        parts = assemble_engine(InferenceSettings.model_validate(settings), model)
+        try:
+            chunk = Chunk(parts.pool.new_kv(8), [5, 6, 7], want_logits=True)
+            compute_thread, *_ = parts.threads
+            compute_thread.submit(parts.runner.step, [chunk]).result()
+            assert parts.runner.compiled.num_run in (len(STEPS) + 1, len(REMEMBERED_STEPS) + 1)
+        finally:
+            parts.close()
 
 
 @pytest.mark.parametrize(
@@ -166,8 +175,8 @@ from inference_svc.runtime.model.model_loader import load_model
 loaded = load_model(Path(sys.argv[1]))
 settings = InferenceSettings(cache={"mode": "recompute"}, scheduler={"kv_tokens": 512})
 parts = assemble_engine(settings, Model(loaded, calibrate(loaded)))
-print(parts.window_tokens)
 parts.close()
+print(parts.window_tokens)
 """
 
 

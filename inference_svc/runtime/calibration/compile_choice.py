@@ -35,6 +35,7 @@ CompileName = Literal["auto", "off", "step"]
 STEPS = ((9, 0), (5, 7), (1, 1), (1, 0), (0, 1), (3, 1), (0, 4), (2, 1), (0, 2), (16, 0), (1, 0))
 REMEMBERED_STEPS = ((5, 7), (1, 1), (1, 0))  # of a forward that was proven before
 WITH_LOGITS = 8
+NOT_REMEMBERED = "no start with model.compile = step has compiled this model here"
 
 log = get_logger(__name__)
 
@@ -73,7 +74,8 @@ def choose_compiling(
             return compiled
         log.warning("remembered_forward_not_taken", reason=reason)
     if name == "auto":
-        log.info("forward_not_compiled", remedy="start once with model.compile = step")
+        reason = why_untraceable(calibration) or compiler.why_unusable(loaded.device)
+        log.info("forward_not_compiled", reason=reason or NOT_REMEMBERED)
         return None
     compiled = _compile_and_prove(loaded, calibration, compiler)
     remembered.remember(loaded, calibration, compiled)

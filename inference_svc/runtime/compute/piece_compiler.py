@@ -1,9 +1,10 @@
 """Piece compilers: what makes kernels of a graph's pieces, and keeps them for the next start.
 
-There is one, torch's own (inductor). Its import takes a second, which services that do not compile
-are spared.
+The service has one, torch's own (inductor). Its import takes a second, which services that do not
+compile are spared.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from inference_svc.runtime.compute.graph_pieces import Run
+
+KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the environment's variable
 
 
 class PieceCompiler(Protocol):
@@ -55,7 +58,7 @@ class Inductor:
         return "" if has_compiler else "there is no C++ compiler"
 
     def compile(self, piece: GraphModule, inputs: Sequence[Tensor]) -> Run:
-        """See `PieceCompiler`; kernels are cached in TORCHINDUCTOR_CACHE_DIR."""
+        """See `PieceCompiler`; kernels are cached in the directory that KERNEL_CACHE names."""
         import torch._inductor as inductor
         from torch._inductor import config
 
@@ -86,7 +89,10 @@ class Inductor:
             return path.read_bytes()
 
     def from_bytes(self, kept: bytes) -> Run:
-        """See `PieceCompiler`; kernels that are not in the cache any more are made again."""
+        """See `PieceCompiler`; a kernel that is not in the cache any more is made again."""
+        directory = os.environ.get(KERNEL_CACHE)
+        if directory is not None and not Path(directory).is_dir():
+            raise FileNotFoundError(f"the kernels in {directory} were removed")
         from torch._inductor import config
         from torch._inductor.standalone_compile import CompiledArtifact
 

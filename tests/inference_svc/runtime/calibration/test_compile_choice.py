@@ -70,6 +70,13 @@ def test_kernels_are_proven(made, choose):
     assert choose("auto", *made(), INDUCTOR).num_run == len(REMEMBERED_STEPS)
 
 
+def test_kernels_that_were_removed_are_not_made_by_auto(monkeypatch, tmp_path):
+    """Which takes a minute, and turns would wait for it."""
+    monkeypatch.setenv(piece_compiler.KERNEL_CACHE, str(tmp_path / "removed"))
+    with pytest.raises(FileNotFoundError, match=r"kernels in .*removed were removed"):
+        INDUCTOR.from_bytes(b"")
+
+
 def test_off_compiles_nothing(made, choose):
     """And looks at nothing."""
     assert choose("off", *made("diffllama")) is None
@@ -147,13 +154,15 @@ def test_joined_weights_are_remembered(made, choose, monkeypatch):
     assert {one.joined.dim() for one in compiled.joined} == {1, 4}  # biases and packed weights
 
 
-def test_auto_compiles_nothing(made, choose):
-    """The log says how to have it compiled."""
+@pytest.mark.parametrize(
+    ("family", "reason"), [("llama", "model.compile = step"), ("diffllama", "mode gather")]
+)
+def test_auto_compiles_nothing(made, choose, family, reason):
+    """The log says how to have it compiled, or why it cannot be."""
     with capture_logs() as lines:
-        assert choose("auto", *made(), NoPieces()) is None
-    assert [line["remedy"] for line in lines if line["event"] == "forward_not_compiled"] == [
-        "start once with model.compile = step"
-    ]
+        assert choose("auto", *made(family), NoPieces()) is None
+    (line,) = [line for line in lines if line["event"] == "forward_not_compiled"]
+    assert reason in line["reason"]
 
 
 def test_another_model_or_machine_is_compiled_anew(made, choose, monkeypatch):
