@@ -5,6 +5,7 @@ Benchmarks need only an engine; `service_assembly.py` builds the service around 
 
 import asyncio
 import sys
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -313,6 +314,7 @@ def _compile(
     chosen = thread.submit(choose)
     if name == "step":
         chosen.result()
+    chosen.add_done_callback(Future.result)  # so that a defect is logged
 
 
 def _make_loads(

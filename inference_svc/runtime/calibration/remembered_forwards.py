@@ -32,7 +32,7 @@ from shared.process.log import get_logger
 
 FORMAT = b"forwards 1"  # files of another format are ignored
 MOST_FORWARDS = 4  # of 2 MiB each
-WEIGHTS = "weights"  # the key of names of weights, unlike constants of a call
+WEIGHTS = "weights"  # the key of a weight's names
 
 log = get_logger(__name__)
 
@@ -84,13 +84,11 @@ class RememberedForwards:
                 {
                     "tokens": [graph.tokens.start, graph.tokens.stop],
                     "rows": [graph.rows.start, graph.rows.stop],
+                    "constants": [
+                        _encode_constant(constant, names) for constant in graph.program.constants
+                    ],
                     "calls": [
-                        [
-                            _name_of(call.run, pieces),
-                            [_encode_argument(argument, names) for argument in call.arguments],
-                            *call[2:],
-                        ]
-                        for call in graph.program.calls
+                        [_name_of(call.run, pieces), *call[1:]] for call in graph.program.calls
                     ],
                     "num_values": graph.program.num_values,
                     "answer": graph.program.answer,
@@ -104,34 +102,34 @@ class RememberedForwards:
         weights = _KnownWeights(model)
         graphs = []
         for graph in entry["graphs"]:
+            constants = [weights.constant(constant) for constant in graph["constants"]]
             calls = [
                 Call(
                     pieces[run] if isinstance(run, int) else Operation(_operator(run)),
-                    tuple(weights.argument(argument) for argument in arguments),
-                    tuple((position, number) for position, number in places),
+                    tuple(arguments),
                     (first, end),
                     tuple(last_read),
                 )
-                for run, arguments, places, (first, end), last_read in graph["calls"]
+                for run, arguments, (first, end), last_read in graph["calls"]
             ]
-            program = GraphProgram(calls, graph["num_values"], graph["answer"])
+            program = GraphProgram(constants, calls, graph["num_values"], graph["answer"])
             tokens, rows = (range(*graph[kind]) for kind in ("tokens", "rows"))
             graphs.append(CompiledGraph(tokens, rows, program))
         return CompiledForward(graphs, pieces, list(weights.joined.values()))
 
 
 class _KnownWeights:
-    """The weights that calls take, by their names."""
+    """The weights of a model, by their names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = _weights_of(model)
         self.joined: dict[tuple[str, ...], JoinedWeights] = {}
 
-    def argument(self, argument: Any) -> Any:
-        """Return an argument of a call; weights that several calls take are joined once."""
-        if not isinstance(argument, dict):
-            return argument
-        names = tuple(argument[WEIGHTS])
+    def constant(self, encoded: Any) -> Any:
+        """Undo `_encode_constant`; weights that several graphs take are joined once."""
+        if not isinstance(encoded, dict):
+            return encoded
+        names = tuple(encoded[WEIGHTS])
         if len(names) == 1:
             return self._weights[names[0]]
         if names not in self.joined:
@@ -168,19 +166,19 @@ def _operator(name: str) -> Any:
     return found
 
 
-def _encode_argument(argument: Any, names: Mapping[int, Sequence[str]]) -> Any:
-    """Return an argument in JSON: the name of a weight, or a constant.
+def _encode_constant(constant: Any, names: Mapping[int, Sequence[str]]) -> Any:
+    """Return what is the same in every run in JSON: the names of a weight, or a plain value.
 
     Raises:
         UnnamedError: it is another tensor, or nothing that JSON has.
     """
-    if isinstance(argument, Tensor):
-        if id(argument) not in names:
-            raise UnnamedError(f"a tensor of {list(argument.shape)} is none of the model's")
-        return {WEIGHTS: names[id(argument)]}
-    if isinstance(argument, list | tuple):
-        return [_encode_argument(one, names) for one in argument]
-    is_plain = argument is None or isinstance(argument, bool | int | str)
-    if is_plain or (isinstance(argument, float) and math.isfinite(argument)):
-        return argument
-    raise UnnamedError(f"an argument is a {type(argument).__name__}")
+    if isinstance(constant, Tensor):
+        if id(constant) not in names:
+            raise UnnamedError(f"a tensor of {list(constant.shape)} is none of the model's")
+        return {WEIGHTS: names[id(constant)]}
+    if isinstance(constant, list | tuple):
+        return [_encode_constant(one, names) for one in constant]
+    is_plain = constant is None or isinstance(constant, bool | int | str)
+    if is_plain or (isinstance(constant, float) and math.isfinite(constant)):
+        return constant
+    raise UnnamedError(f"an argument is a {type(constant).__name__}")

@@ -1,6 +1,7 @@
-"""GraphProgram: a divided graph, ready to run: which value each part takes, returns and frees."""
+"""GraphProgram: a divided graph, ready to run: which values each part takes, returns and frees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,19 +11,17 @@ from inference_svc.runtime.compute.graph_pieces import Part, Run, weight_of
 
 
 class Call(NamedTuple):
-    """A part, and where its values are among all values of the graph.
+    """A part, and its place among the program's values, by their numbers.
 
     Attributes:
         run: see `Part`.
-        arguments: weights and constants; where other values belong, None.
-        places: position of each other argument, and which value it is.
-        results: which values are returned: the first one, and the one behind the last.
-        last_read: values that no later call reads.
+        arguments: values that it takes.
+        results: values that it returns: the first one, and the one behind the last.
+        last_read: values that no later call takes, and that are not the same in every run.
     """
 
     run: Run
-    arguments: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]
+    arguments: tuple[int, ...]
     results: tuple[int, int]
     last_read: tuple[int, ...]
 
@@ -31,16 +30,20 @@ class GraphProgram:
     """The calls that compute a graph.
 
     Attributes:
+        constants: the first values: weights, and all else that is the same in every run. The
+            graph's inputs follow, and then what the calls return.
         calls: in the order in which they run.
-        num_values: number of values: first the graph's inputs, then what the calls return.
+        num_values: number of values.
         answer: which value is the graph's result.
     """
 
-    def __init__(self, calls: Sequence[Call], num_values: int, answer: int) -> None:
-        """Store the calls, whose results are values one after the other."""
-        self.calls = calls
-        self.num_values = num_values
-        self.answer = answer
+    def __init__(
+        self, constants: Sequence[Any], calls: Sequence[Call], num_values: int, answer: int
+    ) -> None:
+        """Store the parts."""
+        self.constants, self.calls = constants, calls
+        self.num_values, self.answer = num_values, answer
+        self._takes = [_getter(call.arguments) for call in calls]
 
     @classmethod
     def of(cls, whole: GraphModule, parts: Sequence[Part]) -> "GraphProgram":
@@ -50,44 +53,57 @@ class GraphProgram:
             whole: the graph; it returns one tensor.
             parts: from `divide`, perhaps with other functions to run.
         """
+        constants: list[Any] = []
+        numbers: dict[Any, int] = {}  # of nodes
+        taken: list[list[int | Node]] = []  # by part: numbers, and nodes that have none yet
+        for part in parts:
+            taken.append([])
+            for argument in part.arguments:
+                if isinstance(argument, Node) and argument.op != "get_attr":
+                    taken[-1].append(argument)
+                elif isinstance(argument, Node):
+                    if argument not in numbers:
+                        numbers[argument] = len(constants)
+                        constants.append(weight_of(whole, argument))
+                    taken[-1].append(numbers[argument])
+                else:
+                    taken[-1].append(len(constants))
+                    constants.append(argument)
         inputs = [node for node in whole.graph.nodes if node.op == "placeholder"]
-        numbers: dict[Any, int] = {node: number for number, node in enumerate(inputs)}
-        answer = next(iter(reversed(whole.graph.nodes))).args[0]
+        results = (node for part in parts for node in part.outputs)
+        numbers |= {node: number for number, node in enumerate((*inputs, *results), len(constants))}
         last_readers = {
-            read: part for part in parts for read in part.arguments if isinstance(read, Node)
+            read: index
+            for index, reads in enumerate(taken)
+            for read in reads
+            if isinstance(read, Node)
         }
         calls: list[Call] = []
-        for part in parts:
-            reads = [
-                (position, read)
-                for position, read in enumerate(part.arguments)
-                if isinstance(read, Node) and read in numbers
-            ]
-            places = tuple((position, numbers[read]) for position, read in reads)
-            last_read = tuple({numbers[read] for _, read in reads if last_readers[read] is part})
-            first = len(numbers)
-            numbers |= {node: first + number for number, node in enumerate(part.outputs)}
-            arguments = tuple(_kept(whole, read) for read in part.arguments)
-            calls.append(Call(part.run, arguments, places, (first, len(numbers)), last_read))
-        return cls(calls, len(numbers), numbers[answer])
+        end = len(constants) + len(inputs)
+        for index, (part, reads) in enumerate(zip(parts, taken, strict=True)):
+            first, end = end, end + len(part.outputs)
+            arguments = tuple(numbers[read] if isinstance(read, Node) else read for read in reads)
+            nodes = dict.fromkeys(read for read in reads if isinstance(read, Node))
+            last_read = tuple(numbers[node] for node in nodes if last_readers[node] == index)
+            calls.append(Call(part.run, arguments, (first, end), last_read))
+        answer = next(iter(reversed(whole.graph.nodes))).args[0]
+        return cls(constants, calls, end, numbers[answer])
 
     def run(self, *inputs: Tensor) -> Tensor:
         """Compute the graph's result; values are freed as soon as they were read last."""
-        values: list[Any] = [*inputs, *[None] * (self.num_values - len(inputs))]
-        for call in self.calls:
-            arguments = list(call.arguments)
-            for position, number in call.places:
-                arguments[position] = values[number]
+        values: list[Any] = [*self.constants, *inputs]
+        values += [None] * (self.num_values - len(values))
+        for call, take in zip(self.calls, self._takes, strict=True):
             first, end = call.results
-            values[first:end] = call.run(*arguments)
+            values[first:end] = call.run(*take(values))
             for number in call.last_read:
                 values[number] = None
         answer: Tensor = values[self.answer]
         return answer
 
 
-def _kept(whole: GraphModule, argument: Any) -> Any:
-    """Return an argument that is the same in every run; None: it is another value."""
-    if isinstance(argument, Node):
-        return weight_of(whole, argument) if argument.op == "get_attr" else None
-    return argument
+def _getter(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function that takes values out of a list; a graph has hundreds of calls a step."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
