@@ -111,10 +111,8 @@ class ModelSettings(Section):
         rotation: how loaded keys are embedded at their positions: by "torch", or by a kernel on
             their way to the sequence's memory: in "triton" on a GPU, in "cpp" on a CPU. "auto": by
             the kernel, if it is proven to give the same bits.
-        compile: "step": torch's compiler makes kernels of the whole forward outside of attention,
-            which are proven to give the same answers, and remembered. "auto": by those that an
-            earlier start has made, if nothing has changed since. "off": the forward runs operation
-            by operation.
+        compile: "step": torch's compiler makes kernels of the forward but for attention, proven to
+            give the same answers. "auto": those of an earlier start are used. "off": none are.
         packed_weights: the kernel for whose products weights are reordered on a CPU: in "cpp", or
             "torch"'s own. "auto": the first of these with which the model is proven to give the
             same answers; for torch's, a small model's weights are kept in both orders.
