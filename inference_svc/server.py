@@ -7,7 +7,6 @@ checks: that takes seconds.
 """
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
@@ -130,18 +129,14 @@ def _load_model(settings: ModelSettings, path: Path, state_dir: Path) -> "Model"
     """Load and calibrate the model; a calibration that was proven before is used again."""
     import torch
 
-    from inference_svc.assembly import FORWARDS_FILE, Model
+    from inference_svc.assembly import Model
     from inference_svc.runtime.calibration.remembered_proofs import calibrate_once
-    from inference_svc.runtime.compute.piece_compiler import INDUCTOR
     from inference_svc.runtime.model.model_loader import load_model
     from inference_svc.runtime.model.packed_linear import packed_bytes, packing_of
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded = load_model(path, settings.dtype, settings.device, state_dir / DIGESTS_FILE)
-    if settings.compile != "off" and (state_dir / FORWARDS_FILE).exists():
-        # While weights are packed, which takes the processor but not the interpreter.
-        threading.Thread(target=INDUCTOR.load_ahead, name="imports", daemon=True).start()
     calibration, sink_tokens, was_proven = calibrate_once(
         loaded,
         settings.positions,

@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,14 +71,6 @@ class Inductor:
                 piece, list(inputs), dynamic_shapes="from_example_inputs"
             )
         return run
-
-    def load_ahead(self) -> None:
-        """Load what `from_bytes` needs, on any thread: it takes a second or two."""
-        for name in ("_inductor.compile_fx", "_functorch._aot_autograd.autograd_cache"):
-            import_module(f"torch.{name}")
-        from torch._inductor.codecache import torch_key
-
-        torch_key()  # reads all of torch's source
 
     def to_bytes(self, run: Any) -> bytes:
         """See `PieceCompiler`."""
