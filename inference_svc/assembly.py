@@ -139,7 +139,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     scheduler = Scheduler(plan.limits, rates, num_layers, settings.scheduler.tenant_weights)
     memory = _reserve_memory(settings, model, plan, scheduler)
     runner = _make_runner(settings, model, plan, memory)
-    _compile(settings, model, runner, compute_thread)
+    _compile_forward(settings, model, runner, compute_thread)
     loads = _make_loads(cache, memory, store, copies.load, counters, num_layers)
     stepper = Stepper(
         runner=runner,
@@ -294,7 +294,7 @@ def _make_runner(
     return ModelRunner(loaded, calibration, attention, graphs)
 
 
-def _compile(
+def _compile_forward(
     settings: InferenceSettings, model: Model, runner: ModelRunner, thread: WorkerThread
 ) -> None:
     """Compile the runner's forward before its first step, or load it, as the settings say.

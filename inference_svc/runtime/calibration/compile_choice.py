@@ -3,8 +3,8 @@
 Before compiled graphs serve, two sequences are computed with and without them: in chunks, token by
 token, in a batch and alone, with and without a write buffer, so that every graph is used. If logits
 differ, or what was written, or if the forward is no graph, the service does not start, if compiling
-was requested explicitly. Of a forward that was remembered, so that it is proven, a few steps are
-computed again.
+was requested explicitly. A remembered forward was proven when it was compiled: only a few steps of
+it are compared again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,13 +66,10 @@ def choose_compiling(
     if name == "off":
         return None
     remembered = RememberedForwards(file, compiler)
-    compiled = remembered.find(loaded, calibration)
+    compiled = _take_remembered(remembered, loaded, calibration)
     if compiled is not None:
-        reason = _why_not_the_same(loaded, calibration, compiled)
-        if not reason:
-            log.info("forward_compiled", graphs=len(compiled.graphs), was_proven=True)
-            return compiled
-        log.warning("remembered_forward_not_taken", reason=reason)
+        log.info("forward_compiled", graphs=len(compiled.graphs), was_proven=True)
+        return compiled
     if name == "auto":
         reason = why_untraceable(calibration) or compiler.why_unusable(loaded.device)
         log.info("forward_not_compiled", reason=reason or NOT_REMEMBERED)
@@ -83,14 +80,21 @@ def choose_compiling(
     return compiled
 
 
-def _why_not_the_same(
-    loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward
-) -> str:
-    """Return why a remembered forward cannot serve; "": it can."""
+def _take_remembered(
+    remembered: RememberedForwards, loaded: LoadedModel, calibration: Calibration
+) -> CompiledForward | None:
+    """Load a remembered forward and compare it; None: there is none that gives the same."""
     try:
-        return _why_wrong(loaded, calibration, compiled, REMEMBERED_STEPS)
-    except Exception as error:  # noqa: BLE001 - compiled code may raise anything
-        return reason_of(error)
+        compiled = remembered.find(loaded, calibration)
+        if compiled is None:
+            return None
+        reason = _why_wrong(loaded, calibration, compiled, REMEMBERED_STEPS)
+    except Exception as error:  # noqa: BLE001 - compilers and what they make may raise anything
+        reason = reason_of(error)
+    if reason:
+        log.warning("remembered_forward_not_taken", reason=reason)
+        return None
+    return compiled
 
 
 def _compile_and_prove(

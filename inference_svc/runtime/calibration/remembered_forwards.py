@@ -3,7 +3,7 @@
 Tracing a forward and compiling its pieces takes seconds, and minutes where no kernels are cached.
 What comes of it is little: kernels, which call is made with which values, and the names of weights.
 That is kept in a file of the service, and used if everything is unchanged on which it depends
-(`_name`). A few steps are still compared with the forward as it is (`compile_choice.py`).
+(`_entry_name`). A few steps are still compared with the forward as it is (`compile_choice.py`).
 """
 
 import base64
@@ -50,15 +50,13 @@ class RememberedForwards:
         self._compiler = compiler
 
     def find(self, loaded: LoadedModel, calibration: Calibration) -> CompiledForward | None:
-        """Return a model's compiled forward; None: there is none, or it cannot be loaded."""
-        entry = self._file.find(_name(loaded, calibration))
-        if entry is None:
-            return None
-        try:
-            return self._decode(entry, loaded.model)
-        except Exception as error:  # noqa: BLE001 - compilers may raise anything
-            log.warning("remembered_forward_not_loaded", reason=reason_of(error))
-            return None
+        """Return a model's compiled forward; None: there is none.
+
+        Raises:
+            Exception: it cannot be loaded.
+        """
+        entry = self._file.find(_entry_name(loaded, calibration))
+        return None if entry is None else self._decode(entry, loaded.model)
 
     def remember(
         self, loaded: LoadedModel, calibration: Calibration, compiled: CompiledForward
@@ -69,7 +67,7 @@ class RememberedForwards:
         except Exception as error:  # noqa: BLE001 - compilers may raise anything
             log.warning("forward_not_remembered", reason=reason_of(error))
             return
-        self._file.remember({_name(loaded, calibration): entry})
+        self._file.remember({_entry_name(loaded, calibration): entry})
 
     def _encode(self, compiled: CompiledForward, model: nn.Module) -> dict[str, Any]:
         pieces = {id(run): number for number, run in enumerate(compiled.pieces)}
@@ -88,7 +86,7 @@ class RememberedForwards:
                         _encode_constant(constant, names) for constant in graph.program.constants
                     ],
                     "calls": [
-                        [_name_of(call.run, pieces), *call[1:]] for call in graph.program.calls
+                        [_encode_run(call.run, pieces), *call[1:]] for call in graph.program.calls
                     ],
                     "num_values": graph.program.num_values,
                     "answer": graph.program.answer,
@@ -137,7 +135,7 @@ class _KnownWeights:
         return self.joined[names].joined
 
 
-def _name(loaded: LoadedModel, calibration: Calibration) -> str:
+def _entry_name(loaded: LoadedModel, calibration: Calibration) -> str:
     """Digest everything that a compiled forward depends on."""
     facts = (
         proof_name(loaded, "auto", [packing_of(loaded.model)]),
@@ -152,7 +150,7 @@ def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _name_of(run: Run, pieces: Mapping[int, int]) -> int | str:
+def _encode_run(run: Run, pieces: Mapping[int, int]) -> int | str:
     """Return the number of a piece, or the name of an operation."""
     if isinstance(run, Operation):
         return str(run.target)  # "namespace.name.overload"

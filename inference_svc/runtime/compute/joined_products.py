@@ -70,7 +70,7 @@ def join_weights(parts: Sequence[Tensor]) -> JoinedWeights:
     """
     if parts[0].dim() == 1:
         return JoinedWeights(torch.cat([part.detach() for part in parts]), tuple(parts))
-    if not all(_touch(one, other) for one, other in pairwise(parts)):
+    if not all(_are_adjacent(one, other) for one, other in pairwise(parts)):
         raise ValueError("weights do not lie side by side")
     sizes = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return JoinedWeights(parts[0].detach().as_strided(sizes, parts[0].stride()), tuple(parts))
@@ -90,13 +90,13 @@ def _side_by_side(products: Sequence[_Product]) -> Iterator[list[_Product]]:
 def _is_beside(before: _Product, after: _Product) -> bool:
     """Whether a product's panels, of which the last one is full, end where another's begin."""
     return (
-        _touch(before.packed, after.packed)
+        _are_adjacent(before.packed, after.packed)
         and before.columns == before.packed.shape[0] * before.packed.shape[2]
         and (before.bias is None) == (after.bias is None)
     )
 
 
-def _touch(one: Tensor, other: Tensor) -> bool:
+def _are_adjacent(one: Tensor, other: Tensor) -> bool:
     """Whether packed weights end where others begin."""
     return (
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -87,7 +87,8 @@ class Inductor:
         from torch._inductor import config
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        # What this processor can do was found out when the piece was compiled, by two programs.
+        # Else two test programs would run, to find out what this processor can do; they have run
+        # when the piece was compiled.
         options = {"cpp.vec_isa_ok": True}
         with tempfile.NamedTemporaryFile() as file:
             file.write(kept)

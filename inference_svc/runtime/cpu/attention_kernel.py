@@ -84,7 +84,7 @@ class AttentionKernel:
         Returns:
             [1, parts, heads, value_dim]
         """
-        attended: Tensor = self._decode(query, parts, *layer, *_numbers(query, options))
+        attended: Tensor = self._decode(query, parts, *layer, *_scoring(query, options))
         return attended
 
     def prefill(
@@ -101,11 +101,11 @@ class AttentionKernel:
         Returns:
             [1, tokens, heads, value_dim]
         """
-        attended: Tensor = self._prefill(query, parts, *layer, *_numbers(query, options))
+        attended: Tensor = self._prefill(query, parts, *layer, *_scoring(query, options))
         return attended
 
 
-def _numbers(query: Tensor, options: AttentionOptions) -> tuple[float, float, Tensor | None]:
+def _scoring(query: Tensor, options: AttentionOptions) -> tuple[float, float, Tensor | None]:
     """Return scale, softcap (0: none) and sinks of a call."""
     scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
