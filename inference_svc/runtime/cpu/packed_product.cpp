@@ -1,9 +1,9 @@
 // Products of rows with packed weights: a model's linear layers on a CPU.
 //
 // Packed weights are panels of columns (`panels.h`). Each weight that is read serves all rows of a block: a product of
-// few rows takes as long as its weights take to be read. More rows are taken BLOCK_ROWS at a time, and `inner`
-// BLOCK_INNER at a time, while the weights of a panel stay in a cache. An element's sum always goes over `inner` in the
-// same order: neither other rows nor the number of threads change its bits.
+// few rows takes as long as its weights take to be read. More rows are taken BLOCK_ROWS at a time, and `inner` a block at
+// a time, while the weights of a panel stay in a cache. An element's sum always goes over `inner` in the same order:
+// neither other rows nor the number of threads change its bits.
 //
 // Sources: GotoBLAS (Goto and van de Geijn, 2008) for panels and blocks.
 
@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t BLOCK_ROWS = 256;
 constexpr int64_t BLOCK_INNER = 2048;         // with PANEL it is a part of the second cache
+constexpr int64_t FEW_ROWS = 64, FEW_INNER = 64;
 constexpr int64_t SERIAL = 1 << 18;           // multiplications for which no other thread is woken
 
 // rows: [num_rows, inner]. bias: [columns], or null. out: [num_rows, columns].
@@ -38,8 +39,10 @@ void multiply_panel(const Product<T>& product, int64_t first, int64_t num_rows, 
   float bias[PANEL] = {}, sums[BLOCK_ROWS * PANEL];
   for (int64_t c = 0; product.bias && c < num_columns; ++c) bias[c] = widen(product.bias[column + c]);
   for (int64_t r = 0; r < num_rows; ++r) std::memcpy(sums + r * PANEL, bias, sizeof bias);
-  for (int64_t begin = 0; begin < product.inner; begin += BLOCK_INNER) {
-    const int64_t length = std::min(BLOCK_INNER, product.inner - begin);
+  // Few rows wait for memory: in short blocks it is always read, also while rows multiply with what has been read.
+  const int64_t block = num_rows < FEW_ROWS ? FEW_INNER : BLOCK_INNER;
+  for (int64_t begin = 0; begin < product.inner; begin += block) {
+    const int64_t length = std::min(block, product.inner - begin);
     for (int64_t r = 0; r < num_rows; r += ROWS) {
       add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.inner + begin,
                      product.inner, weights + begin * PANEL, length, sums + r * PANEL);
