@@ -29,21 +29,23 @@ VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # by part: (keys, v
 
 
 class Part(NamedTuple):
-    """One sequence's tokens in a step.
+    """One sequence's tokens in a step that attend.
 
     Attributes:
         kv: the sequence's KV; its `num_tokens` does not change while the step runs.
-        num_tokens: number of new tokens. The first one is in slot `kv.num_tokens`; their KV is
-            written before `attend` is called.
+        num_tokens: number of new tokens that attend; their KV is written before `attend` is called.
+        num_before: number of new tokens before them, which do not. The first of all is in slot
+            `kv.num_tokens`.
     """
 
     kv: SequenceKv
     num_tokens: int
+    num_before: int = 0
 
     @property
     def length(self) -> int:
         """Number of tokens that the last new token sees, itself included."""
-        return self.kv.num_tokens + self.num_tokens
+        return self.kv.num_tokens + self.num_before + self.num_tokens
 
 
 class StepAttention(Protocol):

@@ -25,7 +25,8 @@ from inference_svc.runtime.compute.graph_pieces import Part, Run, divide, tensor
 from inference_svc.runtime.compute.graph_program import GraphProgram
 from inference_svc.runtime.compute.joined_products import JoinedWeights, join_products
 from inference_svc.runtime.compute.piece_compiler import PieceCompiler
-from inference_svc.runtime.compute.traced_forward import TracedForward, UntraceableError
+from inference_svc.runtime.compute.traced_forward import ATTEND, TracedForward, UntraceableError
+from inference_svc.runtime.compute.wanted_rows import take_rows_early
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
@@ -108,6 +109,7 @@ def compile_forward(
         if len(graphs) == MOST_GRAPHS:
             raise UntraceableError(f"it would take more than {MOST_GRAPHS} graphs")
         traced = TracedForward(loaded, calibration, next_tokens)
+        take_rows_early(traced.graph)
         joined += join_products(traced.graph)
         parts = divide(traced.graph, _stands_alone)
         # The same graph computes a lone token, unless the model treats one in another way: then
@@ -126,7 +128,7 @@ def compile_forward(
 
 def _stands_alone(node: Node) -> bool:
     """Whether an operation is no part of a piece: attention, and all that takes opaque weights."""
-    if node.target is torch.ops.cachedattention.attend.default:
+    if node.target is ATTEND:
         return True
     weights = [read for read in node.all_input_nodes if read.op == "get_attr"]
     module: Any = node.graph.owning_module

@@ -64,7 +64,7 @@ def divide(whole: GraphModule, is_cut: Callable[[Node], bool]) -> list[Part]:
     parts: list[Part] = []
     pending: list[Node] = []
     for node in whole.graph.nodes:
-        if node.op != "call_function" or _is_size(node):
+        if node.op != "call_function" or is_size(node):
             continue
         if not is_cut(node):
             pending.append(node)
@@ -76,6 +76,12 @@ def divide(whole: GraphModule, is_cut: Callable[[Node], bool]) -> list[Part]:
     if pending:
         parts.append(_piece(whole, pending))
     return parts
+
+
+def is_size(node: Node) -> bool:
+    """Whether an operation returns a number, such as the size of a tensor."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, int | torch.SymInt)
 
 
 def tensor_of(whole: GraphModule, node: Node) -> Tensor:
@@ -120,7 +126,7 @@ def _tensors_read(nodes: Sequence[Node], own: set[Node]) -> Iterator[Node]:
     """Yield the tensors of others that some operations read, also for sizes of theirs."""
     for node in nodes:
         for read in node.all_input_nodes:
-            if _is_size(read):
+            if is_size(read):
                 yield from _tensors_read([read], own)
             elif read not in own:
                 yield read
@@ -129,16 +135,10 @@ def _tensors_read(nodes: Sequence[Node], own: set[Node]) -> Iterator[Node]:
 def _readers(node: Node) -> Iterator[Node]:
     """Yield the operations that read a tensor, also those that read a size of it."""
     for user in node.users:
-        if _is_size(user):
+        if is_size(user):
             yield from _readers(user)
         else:
             yield user
-
-
-def _is_size(node: Node) -> bool:
-    """Whether an operation returns a number, such as the size of a tensor."""
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, int | torch.SymInt)
 
 
 def _key(graph: Graph) -> str:

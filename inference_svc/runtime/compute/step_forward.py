@@ -101,21 +101,26 @@ class StepForward:
         unrotated: tuple[Tensor, Tensor],
         layer_index: int,
         options: dict[str, Any],
+        *,
+        is_whole: bool,
     ) -> Tensor:
         """Do the work of `update_cache` and `attend` in one call: a traced forward has one a layer.
 
         Args:
-            query: as `attend` takes it.
+            query: as `attend` takes it, or `attend_wanted`.
             new: key and value, as `update_cache` takes them.
             unrotated: key and value before RoPE, [tokens, kv_heads, dim] each.
             layer_index: the layer's index; layers come in order.
             options: as `attend` takes them.
+            is_whole: whether the query is that of all tokens, and not of wanted ones only.
 
         Returns:
-            [1, tokens, heads, value_dim]; contiguous, and none of the tensors given.
+            [1, tokens of the query, heads, value_dim]; contiguous, and none of the tensors given.
         """
         self._write(layer_index, *new, unrotated)
-        return self.attend(query, *new, None, options)
+        if is_whole:
+            return self.attend(query, *new, None, options)
+        return self.attend_wanted(query, *new, options)
 
     def _unrotated(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values before RoPE, [tokens, kv_heads, dim] each."""
@@ -199,6 +204,12 @@ class StepForward:
         """Refuse: this forward runs under the model's own attention."""
         raise AssertionError("a forward with stock attention was asked to attend")
 
+    def attend_wanted(
+        self, _query: Tensor, _key: Tensor, _value: Tensor, _options: dict[str, Any]
+    ) -> Tensor:
+        """Refuse: only graphs of mode ragged know which tokens are wanted."""
+        raise AssertionError("this forward was asked to attend for wanted tokens only")
+
     def make_mask(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention implementation has no mask function, so no mask is requested."""
         raise AssertionError("our attention name has no mask function")
@@ -242,6 +253,7 @@ class RaggedForward(StepForward):
     ) -> None:
         """Plan the step's attention."""
         super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
+        self._attention = attention
         self._step_attention = attention.prepare(
             [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
         )
@@ -269,6 +281,39 @@ class RaggedForward(StepForward):
         if self._is_scored:
             keys = [cut[call.layer_index] for cut in self._keys]
             self._report(query.split_with_sizes(self._sizes, 2), keys, call_options)
+        return attended
+
+    def attend_wanted(
+        self, query: Tensor, _key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Attend the tokens whose logits are wanted, each part's last ones, to their part's KV.
+
+        Args:
+            query: [1, heads, rows, head_dim], theirs one part after another, and perhaps further
+                rows: a graph may not hold for as few as are wanted.
+            _key: not read, as in `attend`.
+            value: [1, kv_heads, tokens, value_dim]; only its shape is read.
+            options: as `attend` takes them.
+
+        Returns:
+            [1, rows, heads, value_dim], zeros in further rows
+        """
+        call, call_options = self._next_call(options)
+        for gate in self._gates:
+            gate.wait(call.layer_index)
+        _, num_heads, num_rows, _ = query.shape
+        wanted = [
+            Part(chunk.kv, chunk.num_rows, len(chunk.token_ids) - chunk.num_rows)
+            for chunk in self._chunks
+            if chunk.num_rows
+        ]
+        num_wanted = sum(part.num_tokens for part in wanted)
+        attended = query.new_zeros(1, num_rows, num_heads, value.shape[3])
+        if wanted:
+            step = self._attention.prepare(wanted)
+            attended[:, :num_wanted] = step.attend(
+                query[:, :, :num_wanted], call.layer_index, call_options
+            )
         return attended
 
 

@@ -32,8 +32,9 @@ _library: Any = torch.library  # has no types
 _OPERATORS = _library.Library("cachedattention", "DEF")
 _OPERATORS.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor unrotated_key, Tensor unrotated_value,"
-    " int layer_index, float? scale, float? softcap, Tensor? sinks) -> Tensor"
+    " int layer_index, float? scale, float? softcap, Tensor? sinks, Tensor? wanted=None) -> Tensor"
 )
+ATTEND = torch.ops.cachedattention.attend.default
 
 
 def _attend(
@@ -46,14 +47,30 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
-    """Let the active forward write a layer's new tokens and attend; the operator on all devices."""
+    """Let the active forward write a layer's new tokens and attend; the operator on all devices.
+
+    Args:
+        query: of all new tokens, or of the wanted ones.
+        key: of the new tokens, as all that follows.
+        value: see `StepForward.write_and_attend`.
+        unrotated_key: see there.
+        unrotated_value: see there.
+        layer_index: the layer.
+        scale: an option of attention.
+        softcap: an option of attention.
+        sinks: an option of attention.
+        wanted: the tokens of the query, [rows] int64; None: all.
+    """
     forward = current_forward()
     if not isinstance(forward, StepForward):
         raise AssertionError("a traced forward runs outside of a step")  # noqa: TRY004
     options = {"scaling": scale, "softcap": softcap, "s_aux": sinks}
     unrotated = (unrotated_key, unrotated_value)
-    return forward.write_and_attend(query, (key, value), unrotated, layer_index, options)
+    return forward.write_and_attend(
+        query, (key, value), unrotated, layer_index, options, is_whole=wanted is None
+    )
 
 
 def _attended_shape(query: Tensor, _key: Tensor, value: Tensor, *_others: Any) -> Tensor:
@@ -88,7 +105,7 @@ class _TracingForward(StepForward):
     ) -> Tensor:
         """Call the operator; see the protocol."""
         call, given = self._next_call(options)
-        attended: Tensor = torch.ops.cachedattention.attend(
+        attended: Tensor = ATTEND(
             query, *self._new, call.layer_index, given.scale, given.softcap, given.sinks
         )
         return attended

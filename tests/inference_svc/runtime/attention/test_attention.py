@@ -73,3 +73,15 @@ def test_a_part_sees_exactly_its_rows(name):
         ]
         expected = attend(own, *rows, OPTIONS[name], {}).transpose(1, 2)
         torch.testing.assert_close(piece, expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_last_tokens_of_a_part_may_attend_alone(name):
+    """They see what they see beside those before them."""
+    parts = filled_parts([(6, 5), (11, 3), (0, 4)])
+    query = query_for(parts)
+    whole = TorchAttention().prepare(parts).attend(query, 1, OPTIONS[name])
+    last = [Part(parts[0].kv, 2, 3), Part(parts[2].kv, 1, 3)]
+    rows = [3, 4, 11]
+    found = TorchAttention().prepare(last).attend(query[:, :, rows], 1, OPTIONS[name])
+    torch.testing.assert_close(found, whole[:, rows])

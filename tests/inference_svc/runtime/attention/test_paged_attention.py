@@ -100,6 +100,7 @@ def test_a_step_of_single_tokens_reads_its_tensors_when_it_runs():
 def test_results_equal_the_portable_back_end(name):
     """Over the same pages, in every layer, with every kind of call."""
     parts = paged_parts()
+    parts += [Part(parts[1].kv, 2, 4), Part(parts[2].kv, 1, 3)]  # the last tokens alone
     step, portable = PagedAttention(attend_pages).prepare(parts), TorchAttention().prepare(parts)
     for layer_index, shape in enumerate(SHAPES):
         num_tokens = sum(part.num_tokens for part in parts)

@@ -163,6 +163,24 @@ def test_logits_of_all_tokens(tiny, graph_runner):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_of_some_sequences(tiny, graph_runner, name):
+    """The last layer attends for those only, and writes the keys and values of all."""
+    model, runner = tiny(name), graph_runner(name)
+    wants = ([False, True, False, True], [True, False, True, False], [False] * 4, [True] * 4)
+    steps = []
+    for each in (runner, model.runner):
+        kvs = [model.new_kv(40) for _ in range(4)]
+        for want in wants:
+            chunks = [
+                Chunk(kv, list(range(3, 3 + size)), wanted, want_all=wanted and size == 4)
+                for kv, size, wanted in zip(kvs, (9, 1, 4, 6), want, strict=True)
+            ]
+            steps.append(each.step(chunks))
+    for found, expected in zip(steps[:4], steps[4:], strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_what_looks_inside_of_a_forward_runs_without_a_graph(tiny, graph_runner):
     """As scores of attention do, which keep queries."""
     model, runner = tiny("llama"), graph_runner("llama")

@@ -59,6 +59,18 @@ def test_it_answers_as_torch_does(cpu_attention, name, sizes):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_last_tokens_of_a_part_may_attend_alone(cpu_attention, name):
+    """They see what they see beside those before them."""
+    parts = filled_parts([(6, 5), (11, 3), (0, 4)])
+    query = torch.randn(1, 12, HEADS, DIM).transpose(1, 2)
+    whole = cpu_attention.prepare(parts).attend(query, 1, OPTIONS[name])
+    last = [Part(parts[0].kv, 2, 3), Part(parts[2].kv, 1, 3)]
+    rows = [3, 4, 11]
+    found = cpu_attention.prepare(last).attend(query[:, :, rows], 1, OPTIONS[name])
+    torch.testing.assert_close(found, whole[:, rows], rtol=1e-5, atol=1e-5)
+
+
 def test_a_lone_token_has_the_same_bits_beside_others(cpu_attention):
     """Beside a prompt, too: an answer does not depend on the other sequences of its steps."""
     parts = filled_parts([(20, 1), (0, 6), (9, 1)])
