@@ -179,7 +179,7 @@ class _WantedRows:
         """Return an operation's result as a trace has it: without contents."""
         mode: Any = self._wanted.meta["val"].fake_mode
         values = {
-            read: mode.from_tensor(weight_of(self._whole, read).detach())
+            read: mode.from_tensor(weight_of(self._whole, read).detach(), static_shapes=True)
             if read.op == "get_attr"
             else read.meta["val"]
             for read in node.all_input_nodes

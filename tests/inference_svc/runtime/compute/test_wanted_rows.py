@@ -52,11 +52,14 @@ def taken(graph):
     ]
 
 
-@pytest.mark.parametrize("name", sampled(FAMILIES, 5, seed=8, always=("llama", "gemma4-wide")))
+@pytest.mark.parametrize(
+    "name", sampled(FAMILIES, 5, seed=8, always=("llama", "gemma4-wide", "gpt2"))
+)
 def test_the_last_layer_attends_for_wanted_tokens_only(tiny, name):
     """The others need the attention of all tokens."""
     traced = TracedForward(tiny(name).loaded, tiny(name).calibration, 2)
     take_rows_early(traced.graph)
+    traced.check()
     wanted = [len(node.args) == 10 for node in traced.graph.graph.nodes if node.target is ATTEND]
     assert not any(wanted[:-1])
     assert wanted[-1] == (name not in WITH_EXPERTS)
