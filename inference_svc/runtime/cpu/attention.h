@@ -33,9 +33,11 @@ inline float joined(Lanes x, Join join) {
 inline float largest_of(Lanes x) { return joined(x, larger); }
 inline float sum_of(Lanes x) { return joined(x, [](Lanes a, Lanes b) { return a + b; }); }
 
-// e^x for x <= 0, to about 2 units in the last place: 2^n 2^r with r in [-1/2, 1/2]. 0 if it is no normal float, 1 for 0.
-inline Lanes exp_of(Lanes x) {
-  const Lanes t = larger(x * 1.44269504f, all(-127.0f));
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x <= 0, to about 2 units in the last place: 2^n 2^r with r in [-1/2, 1/2]. 0 if it is no normal float, 1 for 0.
+inline Lanes exp2_of(Lanes x) {
+  const Lanes t = larger(x, all(-127.0f));
   const Lanes rounded = t + 12582912.0f;  // so large a number has no digits left behind the point
   const Lanes r = t - (rounded - 12582912.0f);
   Lanes p = all(1.5345811824e-4f);  // a polynomial that is the nearest to 2^r
@@ -47,6 +49,7 @@ inline Lanes exp_of(Lanes x) {
   p = p * r + 1.0f;
   return p * (Lanes)(((Bits)rounded << 23) + (127u << 23));  // 2^n by its bits, which are 0 for n = -127
 }
+inline Lanes exp_of(Lanes x) { return exp2_of(x * LOG2_E); }
 inline float exp_of(float x) { return exp_of(all(x))[0]; }
 
 inline Lanes capped(Lanes x, float softcap) {  // softcap * tanh(x / softcap)

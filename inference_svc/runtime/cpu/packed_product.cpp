@@ -44,8 +44,9 @@ void multiply_panel(const Product<T>& product, int64_t first, int64_t num_rows, 
   for (int64_t begin = 0; begin < product.inner; begin += block) {
     const int64_t length = std::min(block, product.inner - begin);
     for (int64_t r = 0; r < num_rows; r += ROWS) {
-      add_some<ROWS>(std::min<int64_t>(ROWS, num_rows - r), product.rows + (first + r) * product.inner + begin,
-                     product.inner, weights + begin * PANEL, length, sums + r * PANEL);
+      add_some<ROWS, true, true>(std::min<int64_t>(ROWS, num_rows - r),
+                                 product.rows + (first + r) * product.inner + begin, product.inner,
+                                 weights + begin * PANEL, length, sums + r * PANEL);
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) {

@@ -60,16 +60,17 @@ struct Multiply<Bfloat16> {
 };
 #endif
 
-// Add the products of some rows with a piece of a panel to their sums, [rows, PANEL]. length: of the piece.
+// Add the products of some rows with a piece of a panel to their sums, [rows, PANEL], or set the sums to them. length: of
+// the piece. is_far: whether the panel is read from memory, and so has to be fetched.
 // R numbers the rows, J the pairs of row and vector. (Packs, and not loops: a compiler keeps an array in registers
 // only if its indices are constants.)
-template <typename T, size_t... R, size_t... J>
+template <bool is_far, bool adds, typename T, size_t... R, size_t... J>
 void add_block(const T* rows, int64_t stride, const T* panel, int64_t length, float* sums,
                std::index_sequence<R...>, std::index_sequence<J...>) {
   using By = Multiply<T>;
-  Lanes total[] = {load(sums + J * LANES)...};
+  Lanes total[] = {adds ? load(sums + J * LANES) : Lanes{}...};
   for (int64_t i = 0; i < length; i += By::DEPTH, panel += PANEL * By::DEPTH) {
-    if constexpr (sizeof...(R) >= FETCHING_ROWS) {
+    if constexpr (is_far && sizeof...(R) >= FETCHING_ROWS) {
       const char* ahead = reinterpret_cast<const char*>(panel) + AHEAD;
       for (size_t line = 0; line < VECTORS * sizeof(Lanes); line += LINE) __builtin_prefetch(ahead + line);
     }
@@ -81,12 +82,12 @@ void add_block(const T* rows, int64_t stride, const T* panel, int64_t length, fl
 }
 
 // As `add_block`, for a number of rows that is not known in advance, of 1 to N.
-template <int N, typename T>
+template <int N, bool is_far, bool adds, typename T>
 void add_some(int64_t num_rows, const T* rows, int64_t stride, const T* panel, int64_t length, float* sums) {
   if (num_rows == N)
-    return add_block(rows, stride, panel, length, sums, std::make_index_sequence<N>(),
-                     std::make_index_sequence<N * VECTORS>());
-  if constexpr (N > 1) add_some<N - 1>(num_rows, rows, stride, panel, length, sums);
+    return add_block<is_far, adds>(rows, stride, panel, length, sums, std::make_index_sequence<N>(),
+                                   std::make_index_sequence<N * VECTORS>());
+  if constexpr (N > 1) add_some<N - 1, is_far, adds>(num_rows, rows, stride, panel, length, sums);
 }
 
 }  // namespace

@@ -86,33 +86,50 @@ struct Softmax {
   float most = NOTHING, sum = 0.0f;
 };
 
+// Call visit(column, offset of its scores) for each vector of columns.
+template <typename Visit>
+inline void for_each_vector(int64_t num_panels, Visit visit) {
+#pragma GCC unroll 2
+  for (int64_t p = 0; p < num_panels; ++p)
+    for (int64_t c = 0; c < PANEL; c += LANES) visit(p * PANEL + c, p * ROWS * PANEL + c);
+}
+
 // Turn a row's scores of a tile to weights; columns outside of [begin, end) are not seen.
-// scores: [panels, ROWS, PANEL], of the row's first panel; weights: [TILE]. Returns the factor of what was summed up.
+// scores: [panels, ROWS, PANEL], of the row's first panel, are used up; weights: [TILE]. Returns the factor of what was
+// summed up.
 template <typename T>
-float weigh(const float* scores, const Call<T>& call, int64_t begin, int64_t end, int64_t num_panels, Softmax& row,
+float weigh(float* scores, const Call<T>& call, int64_t begin, int64_t end, int64_t num_panels, Softmax& row,
             T* weights) {
-  float seen[TILE];
-  Lanes largest = all(NOTHING), sums = {};
-  for (int64_t c = 0; c < num_panels * PANEL; c += LANES) {
-    Lanes x = load(scores + c / PANEL * ROWS * PANEL + c % PANEL) * call.scale;
-    if (call.softcap > 0) x = capped(x, call.softcap);
-    if (c < begin || c + LANES > end) {
+  if (begin >= end) {
+    std::fill(weights, weights + num_panels * PANEL, T{});
+    return 1.0f;
+  }
+  float scale = call.scale;
+  if (call.softcap > 0 || scale <= 0) {  // otherwise the largest score is the largest one after scaling, too
+    for_each_vector(num_panels, [&](int64_t, int64_t at) {
+      const Lanes scaled = load(scores + at) * scale;
+      store(call.softcap > 0 ? capped(scaled, call.softcap) : scaled, scores + at);
+    });
+    scale = 1.0f;
+  }
+  if (begin > 0 || end < num_panels * PANEL)
+    for_each_vector(num_panels, [&](int64_t first, int64_t at) {
+      if (first >= begin && first + LANES <= end) return;
       Ints column;
-      for (int i = 0; i < LANES; ++i) column[i] = int32_t(c + i);
-      x = (column >= int32_t(begin)) & (column < int32_t(end)) ? x : all(NOTHING);
-    }
-    store(x, seen + c);
-    largest = larger(largest, x);
-  }
-  const float most = std::max(row.most, largest_of(largest));
-  for (int64_t c = 0; c < num_panels * PANEL; c += LANES) {
-    const Lanes weight = begin < end ? exp_of(load(seen + c) - most) : Lanes{};
+      for (int i = 0; i < LANES; ++i) column[i] = int32_t(first + i);
+      const auto is_seen = (column >= int32_t(begin)) & (column < int32_t(end));
+      store(is_seen ? load(scores + at) : all(NOTHING), scores + at);
+    });
+  Lanes largest = all(NOTHING), sums = {};
+  for_each_vector(num_panels, [&](int64_t, int64_t at) { largest = larger(largest, load(scores + at)); });
+  const float most = std::max(row.most, largest_of(largest) * scale);
+  const Lanes factor = all(scale * LOG2_E), least = all(most * LOG2_E);
+  for_each_vector(num_panels, [&](int64_t first, int64_t at) {
+    const Lanes weight = exp2_of(load(scores + at) * factor - least);
     sums += weight;
-    float plain[LANES];
-    store(weight, plain);
-    for (int i = 0; i < LANES; ++i) narrow(plain[i], weights[c + i]);
-  }
-  const float fade = begin < end ? exp_of(row.most - most) : 1.0f;
+    store(weight, weights + first);
+  });
+  const float fade = exp_of(row.most - most);
   row.most = most;
   row.sum = row.sum * fade + sum_of(sums);
   return fade;
@@ -135,7 +152,8 @@ void attend_block(const Task& task, const Call<T>& call) {
   const int64_t first = first_of(part, task.begin), end = position_of(part, task.end - 1) + 1;
   for (int64_t tile = first / TILE * TILE; tile < end; tile += TILE) {
     const int64_t from = std::max(tile, first), to = std::min(tile + TILE, end);
-    std::fill(values.begin(), values.end(), T{});  // what is not seen has the weight 0, and must be a number
+    if (to - from < TILE)  // what is not seen has the weight 0, and must be a number
+      std::fill(values.begin(), values.end(), T{});
     pack_keys(task, call, from, to, keys.data());
     pack_values(task, call, from, to, values.data());
     for (int64_t r = 0; r < num_rows; r += ROWS) {
@@ -144,10 +162,9 @@ void attend_block(const Task& task, const Call<T>& call) {
       const int64_t num_columns = std::min(TILE, position_of(part, last_token) + 1 - tile);
       if (num_columns <= 0 || first_of(part, task.begin + r / group) >= tile + TILE) continue;
       const int64_t num_panels = (num_columns + PANEL - 1) / PANEL;
-      std::fill(scores.begin(), scores.end(), 0.0f);
       for (int64_t p = 0; p < num_panels; ++p)
-        add_some<ROWS>(some, queries.data() + r * dim, dim, keys.data() + p * PANEL * dim, dim,
-                       scores.data() + p * ROWS * PANEL);
+        add_some<ROWS, false, false>(some, queries.data() + r * dim, dim, keys.data() + p * PANEL * dim, dim,
+                                     scores.data() + p * ROWS * PANEL);
       float* const totals = sums.data() + r / ROWS * sums_size;
       for (int64_t i = 0; i < some; ++i) {
         const int64_t token = task.begin + (r + i) / group;
@@ -163,8 +180,8 @@ void attend_block(const Task& task, const Call<T>& call) {
             }
       }
       for (int64_t p = 0; p < value_panels; ++p)
-        add_some<ROWS>(some, weights.data(), TILE, values.data() + p * PANEL * TILE,
-                       (num_columns + DEPTH - 1) / DEPTH * DEPTH, totals + p * ROWS * PANEL);
+        add_some<ROWS, false, true>(some, weights.data(), TILE, values.data() + p * PANEL * TILE,
+                                    (num_columns + DEPTH - 1) / DEPTH * DEPTH, totals + p * ROWS * PANEL);
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) {  // a sink takes weight, but has no value
