@@ -284,23 +284,20 @@ class RaggedForward(StepForward):
         return attended
 
     def attend_wanted(
-        self, query: Tensor, _key: Tensor, value: Tensor, options: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Attend the tokens whose logits are wanted, each part's last ones, to their part's KV.
 
         Args:
             query: [1, heads, rows, head_dim], theirs one part after another, and perhaps further
                 rows: a graph may not hold for as few as are wanted.
-            _key: not read, as in `attend`.
+            key: not read, as in `attend`.
             value: [1, kv_heads, tokens, value_dim]; only its shape is read.
             options: as `attend` takes them.
 
         Returns:
             [1, rows, heads, value_dim], zeros in further rows
         """
-        call, call_options = self._next_call(options)
-        for gate in self._gates:
-            gate.wait(call.layer_index)
         _, num_heads, num_rows, _ = query.shape
         wanted = [
             Part(chunk.kv, chunk.num_rows, len(chunk.token_ids) - chunk.num_rows)
@@ -308,6 +305,11 @@ class RaggedForward(StepForward):
             if chunk.num_rows
         ]
         num_wanted = sum(part.num_tokens for part in wanted)
+        if num_wanted == num_rows == sum(self._sizes):  # all, as in steps that only decode
+            return self.attend(query, key, value, None, options)
+        call, call_options = self._next_call(options)
+        for gate in self._gates:
+            gate.wait(call.layer_index)
         attended = query.new_zeros(1, num_rows, num_heads, value.shape[3])
         if wanted:
             step = self._attention.prepare(wanted)

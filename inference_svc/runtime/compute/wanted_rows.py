@@ -213,12 +213,13 @@ def _is_int(size: int | torch.SymInt) -> bool:
 
 
 def _changes_what_others_read(node: Node) -> bool:
-    """Whether an operation changes a tensor in place that is not its own alone."""
+    """Whether an operation changes a tensor in place that may not be its own alone."""
     if not node.is_impure() or node.op != "call_function":
         return False
-    changed: Any = node.args[0]
-    is_new = isinstance(changed.target, OpOverload) and not changed.target.is_view
-    return not is_new or changed.is_impure() or len(changed.users) > 1
+    changed = node.args[0] if node.args else None
+    if not isinstance(changed, Node) or not isinstance(changed.target, OpOverload):
+        return True
+    return changed.target.is_view or changed.is_impure() or len(changed.users) > 1
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -124,6 +124,17 @@ def test_one_of_several_results_is_taken_as_a_tensor():
     check_same(graph, run)
 
 
+def test_a_graph_that_draws_numbers_is_left_as_it_is():
+    """Others would be drawn for fewer tokens."""
+    graph, _, num_changed = changed(lambda states: states * torch.rand(WIDTH))
+    assert num_changed == 0
+    assert graph(torch.tensor([[7, 3]]), torch.zeros(1, 2), torch.tensor([1])).shape == (
+        1,
+        1,
+        WIDTH,
+    )
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_tensor_that_is_changed_in_place(is_shared):
     """If others read it, too, the graph is left as it is."""
