@@ -274,9 +274,7 @@ class RaggedForward(StepForward):
         Returns:
             [1, tokens, heads, value_dim]
         """
-        call, call_options = self._next_call(options)
-        for gate in self._gates:
-            gate.wait(call.layer_index)
+        call, call_options = self._await_call(options)
         attended = self._step_attention.attend(query, call.layer_index, call_options)
         if self._is_scored:
             keys = [cut[call.layer_index] for cut in self._keys]
@@ -305,11 +303,9 @@ class RaggedForward(StepForward):
             if chunk.num_rows
         ]
         num_wanted = sum(part.num_tokens for part in wanted)
-        if num_wanted == num_rows == sum(self._sizes):  # all, as in steps that only decode
+        if num_wanted == num_rows == sum(self._sizes):  # all of them, as where all sequences decode
             return self.attend(query, key, value, None, options)
-        call, call_options = self._next_call(options)
-        for gate in self._gates:
-            gate.wait(call.layer_index)
+        call, call_options = self._await_call(options)
         attended = query.new_zeros(1, num_rows, num_heads, value.shape[3])
         if wanted:
             step = self._attention.prepare(wanted)
@@ -317,6 +313,13 @@ class RaggedForward(StepForward):
                 query[:, :, :num_wanted], call.layer_index, call_options
             )
         return attended
+
+    def _await_call(self, options: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
+        """Return the attention call that the model makes now once its layer is loaded; count it."""
+        call, call_options = self._next_call(options)
+        for gate in self._gates:
+            gate.wait(call.layer_index)
+        return call, call_options
 
 
 class DecodeForward(StepForward):

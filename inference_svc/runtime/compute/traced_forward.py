@@ -51,17 +51,7 @@ def _attend(
 ) -> Tensor:
     """Let the active forward write a layer's new tokens and attend; the operator on all devices.
 
-    Args:
-        query: of all new tokens, or of the wanted ones.
-        key: of the new tokens, as all that follows.
-        value: see `StepForward.write_and_attend`.
-        unrotated_key: see there.
-        unrotated_value: see there.
-        layer_index: the layer.
-        scale: an option of attention.
-        softcap: an option of attention.
-        sinks: an option of attention.
-        wanted: the tokens of the query, [rows] int64; None: all.
+    The query is that of all new tokens, or only of those in `wanted`, [rows] int64.
     """
     forward = current_forward()
     if not isinstance(forward, StepForward):

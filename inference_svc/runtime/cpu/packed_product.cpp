@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t BLOCK_ROWS = 256;
 constexpr int64_t BLOCK_INNER = 2048;         // with PANEL it is a part of the second cache
-constexpr int64_t FEW_ROWS = 64, FEW_INNER = 64;
+constexpr int64_t FEW_ROWS = 64;              // fewer take blocks of FEW_INNER: a part of the first cache
+constexpr int64_t FEW_INNER = 64;
 constexpr int64_t SERIAL = 1 << 18;           // multiplications for which no other thread is woken
 
 // rows: [num_rows, inner]. bias: [columns], or null. out: [num_rows, columns].

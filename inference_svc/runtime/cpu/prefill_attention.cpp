@@ -23,7 +23,7 @@ constexpr int64_t BLOCK = 768;       // rows of queries, for which a tile is pac
 constexpr int64_t LEAST_BLOCK = 64;  // where there are more threads than larger blocks
 constexpr int64_t SERIAL = 1 << 15;  // multiplications for which no other thread is woken
 
-// heads: of queries. softcap: 0 if there is none. query: [tokens, heads, dim]; out: [tokens, heads, value_dim].
+// heads: of queries. scale: more than 0. softcap: 0 if there is none. query: [tokens, heads, dim]; out: [tokens, heads, value_dim].
 template <typename T>
 struct Call {
   int64_t kv_heads, group, dim, value_dim;
@@ -105,10 +105,9 @@ float weigh(float* scores, const Call<T>& call, int64_t begin, int64_t end, int6
     return 1.0f;
   }
   float scale = call.scale;
-  if (call.softcap > 0 || scale <= 0) {  // otherwise the largest score is the largest one after scaling, too
+  if (call.softcap > 0) {
     for_each_vector(num_panels, [&](int64_t, int64_t at) {
-      const Lanes scaled = load(scores + at) * scale;
-      store(call.softcap > 0 ? capped(scaled, call.softcap) : scaled, scores + at);
+      store(capped(load(scores + at) * scale, call.softcap), scores + at);
     });
     scale = 1.0f;
   }

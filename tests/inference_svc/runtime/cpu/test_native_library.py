@@ -106,7 +106,7 @@ print(library.panel_columns())
 
 
 @pytest.mark.parametrize(
-    "option", [pytest.param("-mno-avx512f", marks=pytest.mark.long), "-mno-avx"]
+    "option", ["-mno-avx512f", pytest.param("-mno-avx", marks=pytest.mark.long)]
 )
 def test_processors_with_shorter_vectors_are_served(tmp_path, option):
     """As compiled for them, both kernels are right; in a process, which has one library."""
