@@ -40,7 +40,7 @@ from kvd.core.records.actions import (
     CommitIndex,
     CompactTokens,
     DropBlock,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     ReadBlock,
     VerifyExtent,
@@ -89,8 +89,8 @@ class MemoryPerformer:
                 engine.arrivals.read_done(action.op_id, IoOutcome.OK, stored)
             case VerifySlot() | VerifyExtent():
                 engine.arrivals.verify_done(action.op_id, IoOutcome.OK)
-            case HashSlot():
-                engine.hashes.hash_done(action.op_id, self._checksums)
+            case HashSlots():
+                engine.hashes.hash_done(action.op_id, [self._checksums] * len(action.slots))
             case WriteBlock():
                 engine.writes.write_done(action.op_id, IoOutcome.OK)
             case CompactTokens():

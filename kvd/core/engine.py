@@ -10,7 +10,7 @@ Completions come back as calls of the part that asked for the effect.
                                  engines (queues), wanting (waits)
     an operator                  sessions, inspection, scrubs, erasing, session_files, growing,
                                  wanting
-    the performer, when done     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlot),
+    the performer, when done     arrivals (ReadBlock, VerifySlot, VerifyExtent), hashes (HashSlots),
                                  writes (WriteBlock, DropBlock), relocations (RelocateBlock,
                                  ReplaceBlock), compactions (CompactTokens, CommitIndex), erasing
                                  (WipeSlots)
@@ -204,7 +204,8 @@ class CacheEngine:
         entries = self.index_line.take(max_index_bytes, state.now_ns)
         self.writes.resume()  # writes may have waited because the index was far behind
         self._announcer.consider()
-        return [*entries, *state.outbox.drain()]
+        journal = state.journal.take()
+        return [*(() if journal is None else (journal,)), *entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end
 

@@ -2,9 +2,9 @@
 
     Read…, VerifyExtent        the I/O pool, shared by all layouts: see block_io.py
     WriteBlock, RelocateBlock  the I/O pool, then this layout's syncer: see block_io.py
-    VerifySlot, HashSlot,
+    VerifySlot, HashSlots,
     CompactTokens, WipeSlots   the I/O pool: see slot_work.py
-    PutSlot, ClearSlot         the journal, at once
+    WriteJournal               the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once: see load_tracking.py
     Put…, Replace…, Drop…,
     CommitIndex                the manifest's writer thread, in order, as it has room for them
@@ -21,15 +21,13 @@ from functools import partial
 from typing import TypeAlias
 
 from kvd.core.records.actions import (
-    ClearSlot,
     CommitIndex,
     CompactTokens,
     DropBlock,
     DropSession,
-    HashSlot,
+    HashSlots,
     PutBlock,
     PutSession,
-    PutSlot,
     PutUse,
     ReadBlock,
     RelocateBlock,
@@ -40,8 +38,8 @@ from kvd.core.records.actions import (
     VerifySlot,
     WipeSlots,
     WriteBlock,
+    WriteJournal,
 )
-from kvd.core.records.entries import SlotRecord, WritingSlot
 from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_io import BlockReader, BlockWriter
@@ -57,7 +55,7 @@ from shared.types.kv_layout import KVLayout
 
 MoveAction: TypeAlias = ReadBlock | VerifyExtent | WriteBlock | RelocateBlock
 Performable: TypeAlias = (
-    MoveAction | SlotAction | PutSlot | ClearSlot | TrackLoad | UntrackLoad | IndexAction
+    MoveAction | SlotAction | WriteJournal | TrackLoad | UntrackLoad | IndexAction
 )
 
 MAX_INDEX_BYTES = 1 << 20  # bytes of index entries put at once: a few milliseconds of the loop
@@ -154,11 +152,9 @@ class Performer:
     def perform(self, action: Performable) -> None:
         """Start one action; returns at once."""
         match action:
-            case PutSlot(slot_id, record):
-                self._put_slot(slot_id, record)
-            case ClearSlot(slot_id):
-                self._require_arena().journal.clear(slot_id)
-            case HashSlot() | VerifySlot() | CompactTokens() | WipeSlots():
+            case WriteJournal(records):
+                self._require_arena().journal.write(records, self._lease_holders.identity_of)
+            case HashSlots() | VerifySlot() | CompactTokens() | WipeSlots():
                 self.num_pending += 1
                 self._slot_worker.begin(action)
             case TrackLoad(lease_id, engine_id, op_ids):
@@ -239,12 +235,6 @@ class Performer:
 
     def _report_callback(self, ended: EndedOperations | None) -> Callable[[], None]:
         return partial(self._completions.put, ended)
-
-    def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
-        writer = None
-        if isinstance(record, WritingSlot):
-            writer = self._lease_holders.identity_of(record.engine_id)
-        self._require_arena().journal.put(slot_id, record, writer)
 
     def _require_arena(self) -> Arena:
         assert self._arena is not None, "slots exist where there is an arena"  # noqa: S101

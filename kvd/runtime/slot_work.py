@@ -3,9 +3,8 @@
 Every operation is reported exactly once, also if its thread fails: an operation that never ends
 would hold its slot for ever.
 
-One thread at a time hashes blocks, several per job. It hashes faster than disks write. More threads
-would only take the GIL from the event loop, because xxhash holds it while it hashes a small slice.
-And for a small block the pool's job costs as much as the hash.
+One thread at a time hashes blocks. It hashes faster than disks write. More threads would only take
+the GIL from the event loop, because xxhash holds it while it hashes a small slice.
 
 Compactions gather rows of slots in other slots. A row of a component has a few hundred bytes to
 some KiB, and a block may take its rows one by one from others. So all rows from one slot are copied
@@ -20,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from kvd.core.records.actions import (
     CompactTokens,
     DenseBlock,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     TokenRun,
     VerifySlot,
@@ -42,15 +41,11 @@ from kvd.tiers.io_threads import IoPool, Priority
 from kvd.tiers.slot_rows import BlockHasher, SlotRows
 from shared.types.kv_layout import KVLayout
 
-if TYPE_CHECKING:
-    from kvd.core.engine import CacheEngine
-
-HASH_BATCH = 16  # blocks in one job of the pool
 _SLOT = attrgetter("slot_id")
 
 Rows = NDArray[np.uint8]  # [block_tokens, token_bytes]
 Indexes = NDArray[np.intp]
-SlotAction: TypeAlias = HashSlot | VerifySlot | CompactTokens | WipeSlots
+SlotAction: TypeAlias = HashSlots | VerifySlot | CompactTokens | WipeSlots
 
 
 class RowCopier:
@@ -109,20 +104,20 @@ def _group_runs(runs: Sequence[TokenRun]) -> Iterator[tuple[int, int, Indexes]]:
 
 
 class HashQueue:
-    """A queue of blocks to hash: one job of the pool at a time calls `hash_blocks` with some.
+    """A queue of blocks to hash: one job of the pool at a time calls `hash_slots`.
 
-    Invariant: while blocks wait, exactly one job is queued or running.
+    Invariant: while actions wait, exactly one job is queued or running.
     """
 
-    def __init__(self, pool: IoPool, hash_blocks: Callable[[Sequence[HashSlot]], None]) -> None:
+    def __init__(self, pool: IoPool, hash_slots: Callable[[HashSlots], None]) -> None:
         self._pool = pool
-        self._hash_blocks = hash_blocks
-        self._waiting: deque[HashSlot] = deque()
+        self._hash_slots = hash_slots
+        self._waiting: deque[HashSlots] = deque()
         self._is_busy = False
         self._lock = threading.Lock()  # guards _waiting and _is_busy
 
-    def put(self, action: HashSlot) -> None:
-        """Queue a block; returns at once."""
+    def put(self, action: HashSlots) -> None:
+        """Queue the blocks of an action; returns at once."""
         with self._lock:
             self._waiting.append(action)
             if self._is_busy:
@@ -132,9 +127,8 @@ class HashQueue:
 
     def _job(self, _staging: Staging) -> None:
         with self._lock:
-            num_taken = min(len(self._waiting), HASH_BATCH)
-            taken = [self._waiting.popleft() for _ in range(num_taken)]
-        self._hash_blocks(taken)
+            action = self._waiting.popleft()
+        self._hash_slots(action)
         with self._lock:
             self._is_busy = bool(self._waiting)
             if not self._is_busy:
@@ -179,7 +173,7 @@ class SlotWorker:
         compactions.
         """
         match action:
-            case HashSlot():
+            case HashSlots():
                 self._hashes.put(action)
             case VerifySlot(op_id):
                 self._loads.begin(op_id)
@@ -214,20 +208,17 @@ class SlotWorker:
 
     # ------------------------------------------------------------------------- in other threads
 
-    def _hash(self, actions: Sequence[HashSlot]) -> None:
-        hashed = [(action.op_id, self._checksums(action)) for action in actions]
+    def _hash(self, action: HashSlots) -> None:
+        checksums = [self._checksums(*slot) for slot in action.slots]
+        self._report(
+            EndedOperations(lambda engine: engine.hashes.hash_done(action.op_id, checksums))
+        )
 
-        def complete(engine: "CacheEngine") -> None:
-            for op_id, checksums in hashed:
-                engine.hashes.hash_done(op_id, checksums)
-
-        self._report(EndedOperations(complete, num_ops=len(hashed)))
-
-    def _checksums(self, action: HashSlot) -> bytes:
+    def _checksums(self, slot_id: int, num_tokens: int) -> bytes:
         def work() -> bytes:
-            return self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
+            return self._hasher.checksums(self._memory(slot_id), num_tokens)
 
-        return run_guarded("hash_failed_unexpectedly", work, b"", slot_id=action.slot_id)
+        return run_guarded("hash_failed_unexpectedly", work, b"", slot_id=slot_id)
 
     def _verify(self, action: VerifySlot) -> None:
         def work() -> IoOutcome:

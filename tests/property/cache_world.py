@@ -14,16 +14,14 @@ from kvd.core.eviction.policies import LruPolicy
 from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.records.actions import (
     Action,
-    ClearSlot,
     CommitIndex,
     CompactTokens,
     DropBlock,
     DropSession,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     PutBlock,
     PutSession,
-    PutSlot,
     PutUse,
     ReadBlock,
     RelocateBlock,
@@ -34,6 +32,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WipeSlots,
     WriteBlock,
+    WriteJournal,
 )
 from kvd.core.records.entries import (
     AdoptedSlot,
@@ -155,7 +154,7 @@ Io = (
     ReadBlock
     | VerifySlot
     | VerifyExtent
-    | HashSlot
+    | HashSlots
     | WriteBlock
     | RelocateBlock
     | CompactTokens
@@ -242,10 +241,9 @@ class CacheWorld:
                 self._begin(action)
             elif isinstance(action, IndexAction):
                 self.index.uncommitted.append(action)
-            elif isinstance(action, PutSlot):
-                self.journal[action.slot_id] = action.record
-            elif isinstance(action, ClearSlot):
-                del self.journal[action.slot_id]
+            elif isinstance(action, WriteJournal):
+                self.journal |= action.records
+                self.journal = {slot: record for slot, record in self.journal.items() if record}
             elif isinstance(action, TrackLoad):
                 assert set(action.op_ids) <= set(self.io), "a tracked operation is under way"
                 self.tracked[action.lease_id] = action.op_ids
@@ -324,9 +322,10 @@ class CacheWorld:
             self._finish_write(action, outcome)
         elif isinstance(action, RelocateBlock):
             self._finish_relocation(action, outcome)
-        elif isinstance(action, HashSlot):
+        elif isinstance(action, HashSlots):
             is_ok = outcome is IoOutcome.OK
-            checksums = self.checksums_of(self.slots[action.slot_id]) if is_ok else b""
+            rows = [self.slots[slot_id] for slot_id, _ in action.slots]
+            checksums = [self.checksums_of(slot) if is_ok else b"" for slot in rows]
             self.engine.hashes.hash_done(action.op_id, checksums)
         elif isinstance(action, ReadBlock):
             self._finish_read(action, outcome)

@@ -11,7 +11,7 @@ from hypothesis.stateful import precondition, rule
 
 from kvd.core.records.actions import (
     CompactTokens,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     ReadBlock,
     RelocateBlock,
@@ -186,8 +186,8 @@ class CacheMachine(OperationsMachine):
     @rule(
         kind=st.sampled_from(
             [
-                HashSlot,
-                HashSlot,
+                HashSlots,
+                HashSlots,
                 ReadBlock,
                 VerifySlot,
                 VerifyExtent,
@@ -205,7 +205,7 @@ class CacheMachine(OperationsMachine):
         action = self.world.io[op_id]
         is_write = isinstance(action, WriteBlock | RelocateBlock)
         impossible = IoOutcome.CORRUPT if is_write else IoOutcome.FULL
-        if isinstance(action, HashSlot):
+        if isinstance(action, HashSlots):
             impossible = IoOutcome.CORRUPT
         return IoOutcome.TRANSIENT if outcome is impossible else outcome
 

@@ -9,9 +9,9 @@ neither written nor in the journal, so that no later kvd adopts bytes that it ca
 Corrupt bytes are counted and reported; an I/O error is not corruption.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from kvd.core.records.actions import BLOCK_CORRUPT, HashSlot, VerifySlot
+from kvd.core.records.actions import BLOCK_CORRUPT, HashSlots, VerifySlot
 from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
@@ -19,6 +19,7 @@ from kvd.core.state.session_history import MoveKind
 from kvd.core.state.under_way import Arrival
 from shared.types.units import NS_PER_S
 
+HASH_BATCH = 16  # blocks of one operation: for a small block it costs as much as the hash
 MAX_BACKGROUND = 4  # background verifications under way
 CORRUPT = "corrupt"  # why a session or a lease was cut
 RETRY_NS = NS_PER_S  # pause after a verification that failed with an I/O error
@@ -106,32 +107,41 @@ class Hasher:
 
     def request(self, blocks: Iterable[Block]) -> None:
         """Hash those of a session's blocks that need it; pass the others to the writer."""
-        ready = []
+        new: list[Block] = []
+        ready: list[Block] = []
         for block in blocks:
-            if block.unhashed and block.io is BlockIo.IDLE:
-                self._start(block)
-            else:
-                ready.append(block)
+            is_new = block.unhashed and block.io is BlockIo.IDLE
+            (new if is_new else ready).append(block)
+        for first in range(0, len(new), HASH_BATCH):
+            self._start(new[first : first + HASH_BATCH])
         self._write(ready)
 
-    def hash_done(self, op_id: int, checksums: bytes) -> None:
-        """Take the completion of a HashSlot; empty `checksums`: the slot could not be read."""
+    def hash_done(self, op_id: int, checksums: Sequence[bytes]) -> None:
+        """Take the completion of a HashSlots.
+
+        Args:
+            op_id: the operation.
+            checksums: of each slot, in order; b"": it could not be read.
+        """
         state = self._state
-        block = state.under_way.end_hash(op_id)
-        if checksums:
-            state.blocks.set_contents(block, block.token_ids, checksums)
-            state.journal.put_block(block)
-        else:  # it is hashed again when its session stores again
-            state.outbox.count("hash_errors")
-        state.settle(block)
-        self._write((block,))
+        blocks = state.under_way.end_hash(op_id)
+        for block, found in zip(blocks, checksums, strict=True):
+            if found:
+                state.blocks.set_contents(block, block.token_ids, found)
+                state.journal.put_block(block)
+            else:  # it is hashed again when its session stores again
+                state.outbox.count("hash_errors")
+            state.settle(block)
+        self._write(blocks)
         state.outbox.on_space_freed()
 
-    def _start(self, block: Block) -> None:
-        state = self._state
-        assert block.slot_id is not None, "an unhashed block is in DRAM"
-        op_id = state.under_way.begin_hash(block)
-        state.outbox.add(HashSlot(op_id, block.slot_id, block.num_tokens))
+    def _start(self, blocks: Sequence[Block]) -> None:
+        slots = []
+        for block in blocks:
+            assert block.slot_id is not None, "an unhashed block is in DRAM"
+            slots.append((block.slot_id, block.num_tokens))
+        op_id = self._state.under_way.begin_hash(blocks)
+        self._state.outbox.add(HashSlots(op_id, tuple(slots)))
 
 
 def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:

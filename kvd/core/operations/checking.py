@@ -5,7 +5,7 @@ invariant is an AssertionError, and stops the daemon.)
 """
 
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvd.core.records.entries import Pin
 from kvd.core.records.tier import Tier
@@ -318,7 +318,7 @@ def _check_operations(state: CacheState) -> None:
         BlockIo.COPYING: sources,
         BlockIo.READING: [read.block for read in state.under_way.reads.values()],
         BlockIo.VERIFYING: [verify.block for verify in state.under_way.verifies.values()],
-        BlockIo.HASHING: list(state.under_way.hashes.values()),
+        BlockIo.HASHING: list(chain.from_iterable(state.under_way.hashes.values())),
         BlockIo.WRITING: [
             op.block for op in state.under_way.writes.values() if blocks.holds(op.block)
         ],

@@ -33,7 +33,6 @@ from kvd.core.operations.matching import (
 )
 from kvd.core.operations.publishing import Publisher
 from kvd.core.operations.state_matching import StateChain, pieces_at
-from kvd.core.records.entries import WritingSlot
 from kvd.core.records.records import StoreAnswer
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -292,9 +291,7 @@ class Storer:
         )
 
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
-        for slot_id, generation in lease.slots():
-            record = WritingSlot(generation, lease.lease_id, lease.engine_id)
-            self._state.journal.put(slot_id, record)
+        self._state.journal.put_writing(lease.slots(), lease.lease_id, lease.engine_id)
 
     def _make_room_for_parts(self, num_parts: int) -> bool:
         """Make room for parts and return whether it suffices for one state or window."""

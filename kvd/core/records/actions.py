@@ -9,15 +9,13 @@ Invariants that the performer keeps:
    reach the index in the order in which they were drained;
 2. `drop_done` and `replace_done` are reported only after the change of the entry is committed,
    because the extent that it named is reused then;
-3. journal actions (PutSlot, ClearSlot) are carried out before the call that caused them is
-   answered;
+3. WriteJournal is carried out before the call that caused it is answered;
 4. every action with an `op_id` is completed exactly once.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from kvd.core.records.entries import BlockRecord, SessionRecord, SlotRecord
 from shared.types.session_key import SessionKey
@@ -78,12 +76,16 @@ class ReadBlock:
     ahead: bool = False
 
 
-class HashSlot(NamedTuple):
-    """Compute the checksums of a committed slot; then `hash_done`."""
+@dataclass(frozen=True, slots=True)
+class HashSlots:
+    """Compute the checksums of committed slots; then `hash_done`.
+
+    Attributes:
+        slots: (slot id, number of tokens) of each.
+    """
 
     op_id: int
-    slot_id: int
-    num_tokens: int
+    slots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +177,18 @@ class WipeSlots:
     slot_ids: tuple[int, ...]
 
 
-class PutSlot(NamedTuple):
-    """Record in the journal what a slot holds, for the next kvd."""
+@dataclass(frozen=True, slots=True)
+class WriteJournal:
+    """Record in the journal what slots hold now, for the next kvd.
 
-    slot_id: int
-    record: SlotRecord
+    It comes before other actions: a slot is not read into, or wiped, while the journal still says
+    that it holds a block.
 
+    Attributes:
+        records: by slot; None: the slot holds nothing.
+    """
 
-class ClearSlot(NamedTuple):
-    """Record in the journal that a slot holds nothing."""
-
-    slot_id: int
+    records: Mapping[int, SlotRecord | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +298,14 @@ class Emit:
 
 Action = (
     ReadBlock
-    | HashSlot
+    | HashSlots
     | VerifySlot
     | VerifyExtent
     | WriteBlock
     | RelocateBlock
     | CompactTokens
     | WipeSlots
-    | PutSlot
-    | ClearSlot
+    | WriteJournal
     | TrackLoad
     | UntrackLoad
     | PutBlock

@@ -238,9 +238,9 @@ class BlockIndex:
 
     def set_contents(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
         """Record the token ids and checksums of the bytes in the block's slot."""
-        self._recount(block, -1)
+        self.num_unhashed -= block.unhashed  # the only count that depends on them
         block.token_ids, block.checksums = token_ids, checksums
-        self._recount(block, 1)
+        self.num_unhashed += block.unhashed
 
     def set_unverified(self, block: Block, *, is_unverified: bool) -> None:
         """Record whether the bytes in the block's slot have yet to be verified."""

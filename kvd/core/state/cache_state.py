@@ -116,7 +116,7 @@ class CacheState:
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
         self.mean_store_blocks = 0.0
-        self.journal = Journal(self.outbox.add)
+        self.journal = Journal()
         self.scrubbed: dict[tuple[Tier, int], int] = {}
         self.discarded = DiscardedBlocks(self.blocks)
         self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()

@@ -10,10 +10,10 @@ A slot is WRITING while a store lease fills it, and also while an SSD read fills
 then the performer is its writer.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from enum import Enum
 
-from kvd.core.records.actions import ClearSlot, PutSlot
+from kvd.core.records.actions import WriteJournal
 from kvd.core.records.entries import CommittedSlot, SlotRecord, WritingSlot
 from kvd.core.state.block import Block
 from shared.types.transitions import Transitions
@@ -43,36 +43,40 @@ SLOT_MOVES = Transitions(
 class Journal:
     """What the journal says of each slot, so that the next kvd can take over the arena.
 
-    Args:
-        note: called with each action that changes the journal.
-
     Attributes:
         states: states of the slots that hold something; a mirror of the journal.
     """
 
-    def __init__(self, note: Callable[[PutSlot | ClearSlot], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self.states: dict[int, SlotState] = {}
+        self._changes: dict[int, SlotRecord | None] = {}  # not written yet; only the last of a slot
 
-    def put(self, slot_id: int, record: SlotRecord) -> None:
-        """Record what a slot holds."""
-        is_writing = isinstance(record, WritingSlot)
-        self.states[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
-        self._note(PutSlot(slot_id, record))
+    def take(self) -> WriteJournal | None:
+        """Return the changes since the last call; None: there are none."""
+        if not self._changes:
+            return None
+        changes, self._changes = self._changes, {}
+        return WriteJournal(changes)
+
+    def put_writing(self, slots: Iterable[tuple[int, int]], lease_id: int, engine_id: int) -> None:
+        """Record that an engine writes to slots, (slot id, generation) each, under a lease."""
+        for slot_id, generation in slots:
+            self.states[slot_id] = SlotState.WRITING
+            self._changes[slot_id] = WritingSlot(generation, lease_id, engine_id)
 
     def put_block(self, block: Block) -> None:
         """Record that a slot holds a hashed block, which the next kvd may adopt."""
         assert block.slot_id is not None, "only a block in DRAM is in the journal"
         assert block.checksums, "only a hashed block is in the journal"
-        record = CommittedSlot(
+        self.states[block.slot_id] = SlotState.COMMITTED
+        self._changes[block.slot_id] = CommittedSlot(
             block.generation, block.key, block.num_tokens, block.token_ids, block.checksums
         )
-        self.put(block.slot_id, record)
 
     def clear(self, slot_id: int) -> None:
         """Record that a slot holds nothing valid."""
         if self.states.pop(slot_id, None) is not None:
-            self._note(ClearSlot(slot_id))
+            self._changes[slot_id] = None
 
 
 class SlotTable:

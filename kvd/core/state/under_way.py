@@ -8,7 +8,7 @@ of a compaction are in its run, kvd/core/state/compaction_run.py.)
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvd.core.records.extent_shape import ExtentShape
@@ -72,7 +72,7 @@ class UnderWay:
         reads: SSD reads.
         verifies: verifications, without those of scrubs, which the scrubber keeps.
         arrival_of: reads and verifications by block key.
-        hashes: blocks that are being hashed.
+        hashes: blocks that are being hashed, several by one operation.
         writes: SSD writes.
         drops: removals of entries, each with the extent and its sectors to free afterwards, if any.
         relocations: copies of extents.
@@ -86,7 +86,7 @@ class UnderWay:
         self.reads: dict[int, Arrival] = {}
         self.verifies: dict[int, Arrival] = {}
         self.arrival_of: dict[bytes, Arrival] = {}
-        self.hashes: dict[int, Block] = {}
+        self.hashes: dict[int, Sequence[Block]] = {}
         self.writes: dict[int, WriteOp] = {}
         self.drops: dict[int, tuple[int, int] | None] = {}
         self.relocations: dict[int, Relocation] = {}
@@ -116,18 +116,20 @@ class UnderWay:
         """Remove a verification that has ended, successfully or not."""
         return self._end_arrival(self.verifies.pop(op_id), "verify_done")
 
-    def begin_hash(self, block: Block) -> int:
-        """Begin to compute a block's checksums; return the operation."""
-        block.move("hash")
+    def begin_hash(self, blocks: Sequence[Block]) -> int:
+        """Begin to compute the checksums of blocks; return the operation."""
+        for block in blocks:
+            block.move("hash")
         op_id = self.next_op_id()
-        self.hashes[op_id] = block
+        self.hashes[op_id] = blocks
         return op_id
 
-    def end_hash(self, op_id: int) -> Block:
-        """Remove a hash operation that has ended; return its block."""
-        block = self.hashes.pop(op_id)
-        block.move("hash_done")
-        return block
+    def end_hash(self, op_id: int) -> Sequence[Block]:
+        """Remove a hash operation that has ended; return its blocks."""
+        blocks = self.hashes.pop(op_id)
+        for block in blocks:
+            block.move("hash_done")
+        return blocks
 
     def begin_write(self, op: WriteOp) -> int:
         """Begin to write a block to its future extent; return the operation."""

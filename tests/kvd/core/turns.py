@@ -3,7 +3,7 @@
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
-from kvd.core.records.actions import HashSlot
+from kvd.core.records.actions import HashSlots
 from kvd.core.records.entries import Span, unpack_spans
 from kvd.core.records.records import LoadAnswer, SessionInfo, StoreAnswer
 from kvd.core.records.tier import Tier
@@ -59,7 +59,7 @@ def store(
     answer = prepare_store(world, key, tokens)
     if answer.lease_id:
         complete_store(world, answer)
-    world.finish_all(HashSlot)
+    world.finish_all(HashSlots)
     if settle:
         world.quiesce()
     return answer

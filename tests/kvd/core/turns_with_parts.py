@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.core.eviction.policies import POLICIES
-from kvd.core.records.actions import HashSlot
+from kvd.core.records.actions import HashSlots
 from kvd.core.records.records import LoadAnswer, StoreAnswer
 from kvd.core.state.limits import Limits
 from shared.types.granted_slots import Lookup
@@ -68,7 +68,7 @@ def store_with(
     if answer.lease_id:
         world.engine.stores.complete(answer.lease_id, ENGINE_ID, success=True)
         world.pump()
-    world.finish_all(HashSlot)
+    world.finish_all(HashSlots)
     if settle:
         world.quiesce()
     return answer

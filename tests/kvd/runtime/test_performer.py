@@ -6,17 +6,16 @@ import errno
 import pytest
 
 from kvd.core.records.actions import (
-    ClearSlot,
     DropBlock,
     DropSession,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     PutBlock,
     PutSession,
-    PutSlot,
     ReadBlock,
     VerifyExtent,
     VerifySlot,
+    WriteJournal,
 )
 from kvd.core.records.entries import (
     AdoptedSlot,
@@ -40,8 +39,8 @@ async def test_a_block_goes_to_ssd_and_back(world, num_tokens, layered):
     assert await world.until_idle() == [("write_done", 1, IoOutcome.OK)]
     world.performer.perform(ReadBlock(2, write.key, write.extent, 1, num_tokens, layered))
     assert await world.until_idle() == [("read_done", 2, IoOutcome.OK, stored)]
-    world.performer.perform(HashSlot(3, 1, num_tokens))
-    assert await world.until_idle() == [("hash_done", 3, stored.checksums)]
+    world.performer.perform(HashSlots(3, ((1, num_tokens), (0, num_tokens))))
+    assert await world.until_idle() == [("hash_done", 3, [stored.checksums] * 2)]
     world.performer.perform(VerifySlot(4, 1, num_tokens, stored.checksums, urgent=True))
     world.performer.perform(VerifyExtent(5, write.key, write.extent, num_tokens))
     done = await world.until_idle()
@@ -85,8 +84,8 @@ async def test_failed_operations_are_answered(world, error):
 async def test_operations_on_a_closed_arena_are_answered(world):
     """The arena is given up while a hash is queued: no checksums."""
     world.performer.use_arena(None)
-    world.performer.perform(HashSlot(1, 0, 16))
-    assert await world.until_idle() == [("hash_done", 1, b"")]
+    world.performer.perform(HashSlots(1, ((0, 16), (1, 16))))
+    assert await world.until_idle() == [("hash_done", 1, [b"", b""])]
 
 
 @pytest.mark.parametrize("num_tokens", [16, 3])
@@ -113,10 +112,8 @@ async def test_the_journal_is_written_at_once(world):
     """Records exist when perform() returns, with the identity of the writer."""
     writing = WritingSlot(generation=4, lease_id=LEASE, engine_id=ENGINE_ID)
     committed = CommittedSlot(5, b"k" * 16, 16, b"t" * 64, b"c" * 64)
-    world.performer.perform(PutSlot(0, writing))
-    world.performer.perform(PutSlot(1, committed))
-    world.performer.perform(PutSlot(2, committed))
-    world.performer.perform(ClearSlot(2))
+    world.performer.perform(WriteJournal({0: writing, 1: committed, 2: committed}))
+    world.performer.perform(WriteJournal({2: None}))
     adopted, written = world.arena.journal.read_all()
     assert adopted == [AdoptedSlot(1, committed)]
     assert [(w.slot_id, w.generation, w.lease_id, w.writer) for w in written] == [

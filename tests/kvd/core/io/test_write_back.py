@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.eviction.policies import LruPolicy
-from kvd.core.records.actions import HashSlot, IoOutcome, WriteBlock
+from kvd.core.records.actions import HashSlots, IoOutcome, WriteBlock
 from kvd.core.records.entries import Pin
 from kvd.core.records.tier import Admission
 from kvd.core.state.limits import Limits
@@ -144,7 +144,7 @@ def test_blocks_being_hashed_at_shutdown_are_written_too(admission):
     """A shutdown asks once; a block that cannot be written yet is written when it can be."""
     world = new_world(admission=admission)
     complete_store(world, prepare_store(world, A, ONES))
-    assert any(isinstance(action, HashSlot) for action in world.io.values())
+    assert any(isinstance(action, HashSlots) for action in world.io.values())
     world.engine.write_dirty()
     world.pump()
     world.quiesce()

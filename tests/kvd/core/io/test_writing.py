@@ -6,7 +6,7 @@ from kvd.core.io.writing import FIRST_RETRY_NS
 from kvd.core.records.actions import (
     DropBlock,
     Emit,
-    HashSlot,
+    HashSlots,
     IoOutcome,
     PutBlock,
     VerifySlot,
@@ -132,7 +132,7 @@ def test_nothing_is_written_before_it_is_hashed():
     """A hash that fails leaves the block in DRAM only, until its session stores again."""
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
-    world.finish_all(HashSlot, IoOutcome.TRANSIENT)
+    world.finish_all(HashSlots, IoOutcome.TRANSIENT)
     assert not world.io
     assert (counter(world, "hash_errors"), world.engine.inspection.stats().num_unhashed) == (1, 1)
     store(world, A, ONES)

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.operations.checking import check
 from kvd.core.records.actions import CompactTokens, ReadBlock
-from kvd.core.records.entries import Pin, WritingSlot
+from kvd.core.records.entries import Pin
 from kvd.core.records.tier import Tier
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -81,7 +81,7 @@ def not_in_the_journal(state: CacheState) -> None:
 
 
 def written_in_the_journal(state: CacheState) -> None:
-    state.journal.put(block_of_a(state).slot_id, WritingSlot(1, 1, 1))
+    state.journal.put_writing([(block_of_a(state).slot_id, 1)], 1, 1)
 
 
 def overlapping_extents(state: CacheState) -> None:

@@ -1,7 +1,7 @@
 """Compaction that waits, is postponed or given up: for leases, uses, room and other work."""
 
 from kvd.core.operations.compacting import RETRY_NS
-from kvd.core.records.actions import CompactTokens, HashSlot, IoOutcome, WriteBlock
+from kvd.core.records.actions import CompactTokens, HashSlots, IoOutcome, WriteBlock
 from kvd.core.records.tier import Admission
 from shared.types.granted_slots import Lookup
 from tests.kvd.core.operations.sparse_worlds import (
@@ -111,7 +111,7 @@ def test_a_failed_copy_changes_nothing():
     world = sparse_world()
     rest(world)
     world.finish_all(CompactTokens, IoOutcome.TRANSIENT)
-    assert not world.io_of(HashSlot)
+    assert not world.io_of(HashSlots)
     assert load(world, A, KEPT).end_token == len(KEPT)
     assert num_blocks(world) == 6
 

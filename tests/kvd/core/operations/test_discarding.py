@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.policies import LruPolicy
-from kvd.core.records.actions import SESSION_DISCARDED, Emit, HashSlot, WriteBlock
+from kvd.core.records.actions import SESSION_DISCARDED, Emit, HashSlots, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.limits import Limits
 from shared.types.lineage import WHOLE
@@ -297,12 +297,12 @@ def test_an_active_store_does_not_bring_back_discarded_tokens():
 
 def test_blocks_with_active_operations_are_discarded_when_these_end():
     """Hashes, writes and reads end as usual; then unused blocks are dropped."""
-    for kind in (HashSlot, WriteBlock):
+    for kind in (HashSlots, WriteBlock):
         world = new_world()
         answer = prepare_store(world, A, ONES + TWOS)
         complete_store(world, answer)
         if kind is WriteBlock:
-            world.finish_all(HashSlot)
+            world.finish_all(HashSlots)
         assert world.io_of(kind)
         discard(world, ONES + TWOS, (0, 4))
         world.quiesce()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.records.actions import Emit, HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot
+from kvd.core.records.actions import Emit, HashSlots, IoOutcome, ReadBlock, VerifyExtent, VerifySlot
 from kvd.core.records.errors import LeaseLostError, ScrubError
 from kvd.core.records.records import ScrubReport
 from shared.types.granted_slots import Lookup
@@ -264,7 +264,7 @@ def test_blocks_that_come_and_go_during_a_scrub():
         world.finish_all(VerifySlot)
         world.finish_all(VerifyExtent)
     assert step.report.errors == step.report.dram_corrupt == step.report.ssd_corrupt == 0
-    assert world.io_of(HashSlot)
+    assert world.io_of(HashSlots)
 
 
 def test_a_session_unpacked_during_its_scrub_is_checked_completely():

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.io.verifying import MAX_BACKGROUND, RETRY_NS
 from kvd.core.records.actions import (
-    HashSlot,
+    HashSlots,
     IoOutcome,
     ReadBlock,
     TrackLoad,
@@ -133,7 +133,7 @@ def test_unhashed_blocks_are_not_adopted():
     """Nothing could tell whether their bytes are right."""
     world = new_world()
     complete_store(world, prepare_store(world, A, ONES))
-    assert world.io_of(HashSlot)
+    assert world.io_of(HashSlots)
     assert world.engine.inspection.stats().num_unhashed == 1
     assert not world.journal
     world.commit(len(world.index.uncommitted))

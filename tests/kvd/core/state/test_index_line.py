@@ -4,7 +4,14 @@ from functools import partial
 
 import pytest
 
-from kvd.core.records.actions import CommitIndex, DropBlock, DropSession, HashSlot, PutBlock, PutUse
+from kvd.core.records.actions import (
+    CommitIndex,
+    DropBlock,
+    DropSession,
+    HashSlots,
+    PutBlock,
+    PutUse,
+)
 from kvd.core.records.entries import BlockRecord, Pin
 from kvd.core.state import index_line
 from kvd.core.state.index_line import ENTRY_BYTES, USE_WAIT_NS, IndexLine
@@ -220,7 +227,7 @@ def test_no_block_is_written_while_the_index_is_far_behind(monkeypatch):
         world.finish_io(op_id)
     assert tiers_of(world, A) == ["DS"] * 3
     store(world, B, [7] * 8, settle=False)
-    world.finish_all(HashSlot)
+    world.finish_all(HashSlots)
     assert not world.io
     assert tiers_of(world, B) == ["D", "D"]
     world.quiesce()
