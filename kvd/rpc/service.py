@@ -185,7 +185,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         answer = self._act(engine, prepare)
         while answer.refused == "wait" and await engine.cache.wait_for_change(_remaining_s(until)):
             answer = self._act(engine, prepare)
-        response = store_response(answer)
+        response = store_response(answer, has_columns=request.block_columns)
         if answer.refused == "wait":
             response.refused_reason = "no_space"
         return response

@@ -54,12 +54,17 @@ class SlotRows:
         )
         self.components = tuple(chain.from_iterable(self._of_layer))
 
+    def whole_runs(self, num_tokens: int) -> tuple[Run, ...]:
+        """Return the used byte range of each layer slice, if each is one run; else nothing."""
+        if num_tokens == self._block_tokens:
+            return self._full
+        return () if num_tokens else self._slices
+
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
         """Return the used byte ranges of a layer slice: the first rows of each component."""
-        if num_tokens == self._block_tokens:
-            return (self._full[layer_index],)
-        if not num_tokens:
-            return (self._slices[layer_index],)
+        whole = self.whole_runs(num_tokens)
+        if whole:
+            return (whole[layer_index],)
         return tuple(
             (start, start + token_bytes * num_tokens)
             for start, token_bytes in self._of_layer[layer_index]
@@ -76,6 +81,7 @@ class BlockHasher:
 
     def __init__(self, layout: KVLayout) -> None:
         self._rows = SlotRows(layout)
+        self._packing = struct.Struct(f"<{self._rows.num_layers}Q")
 
     def layer_checksum(self, memory: memoryview, layer_index: int, num_tokens: int) -> int:
         """Return the checksum of one layer slice of a slot."""
@@ -89,9 +95,13 @@ class BlockHasher:
 
     def checksums(self, memory: memoryview, num_tokens: int) -> bytes:
         """Return the packed checksums of all layer slices of a slot."""
+        whole = self._rows.whole_runs(num_tokens)
+        if whole:  # as nearly always: without calls that cost more than the hash of a small slice
+            digest = xxhash.xxh3_64_intdigest
+            return self._packing.pack(*[digest(memory[start:end]) for start, end in whole])
         layers = range(self._rows.num_layers)
-        return b"".join(
-            _CHECKSUM.pack(self.layer_checksum(memory, layer, num_tokens)) for layer in layers
+        return self._packing.pack(
+            *[self.layer_checksum(memory, layer, num_tokens) for layer in layers]
         )
 
     def matches(
@@ -100,9 +110,11 @@ class BlockHasher:
         """Whether a slot's bytes have these checksums, in the given layers or in all."""
         if len(checksums) != CHECKSUM_BYTES * self._rows.num_layers:
             return False
+        if layers is None:
+            return self.checksums(memory, num_tokens) == checksums
         return all(
             self.layer_checksum(memory, layer, num_tokens) == checksum_at(checksums, layer)
-            for layer in (range(self._rows.num_layers) if layers is None else layers)
+            for layer in layers
         )
 
 

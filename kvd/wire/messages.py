@@ -19,7 +19,7 @@ from kvd.core.records.records import (
 )
 from kvd.core.records.tier import Tier
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
-from shared.kvd_client.messages import key_message, spans_message
+from shared.kvd_client.messages import blocks_message, key_message, spans_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.graft_source import GraftSource
@@ -44,7 +44,7 @@ _STORE = MessageFields(
     StoreAnswer,
     pb.PrepareStoreResponse,
     renamed={"refused": "refused_reason"},
-    given=("blocks", "states", "windows"),
+    given=("blocks", "columns", "states", "windows"),
 )
 _STATE = MessageFields(GrantedState, pb.GrantedState)
 _WINDOW = MessageFields(GrantedWindow, pb.GrantedWindow)
@@ -115,13 +115,13 @@ def load_response(
     )
 
 
-def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
-    """Encode the answer to PrepareStore."""
-    states = map(_STATE.encode, answer.states)
+def store_response(answer: StoreAnswer, *, has_columns: bool = False) -> pb.PrepareStoreResponse:
+    """Encode the answer to PrepareStore; with `has_columns` its blocks are sent as columns."""
     return _STORE.encode(
         answer,
-        blocks=map(_STORE_BLOCK.encode, answer.blocks),
-        states=states,
+        blocks=() if has_columns else map(_STORE_BLOCK.encode, answer.blocks),
+        columns=blocks_message(answer.blocks) if has_columns else None,
+        states=map(_STATE.encode, answer.states),
         windows=map(_WINDOW.encode, answer.windows),
     )
 

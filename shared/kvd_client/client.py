@@ -160,6 +160,7 @@ class KvdClient(KvdConnection):
             deadline_s=deadline_s,
             lineage=lineage_message(lineage),
             load_ends=load_ends,
+            block_columns=True,
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._await_grant(call, self._complete_store, attachment)

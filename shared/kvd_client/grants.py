@@ -6,10 +6,10 @@ Pure. shared/kvd_client/client.py adds the memory behind the slot ids.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add
+from operator import add, lt
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
-from shared.kvd_client.messages import spans_of, tier_of
+from shared.kvd_client.messages import blocks_of, spans_of, tier_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
@@ -225,7 +225,7 @@ def store_grant(
         KvdProtocolError: a block lies outside of the arena or the tokens, two blocks overlap, or a
             state is granted that was not requested.
     """
-    blocks = tuple(map(_STORE_BLOCK.decode_row, response.blocks))
+    blocks = _blocks(response, request, arena, layout)
     states = tuple(_state(granted, arena, layout) for granted in response.states)
     windows = tuple(_window(granted, arena, layout) for granted in response.windows)
     parts: tuple[GrantedState | GrantedWindow, ...] = (*states, *windows)
@@ -234,14 +234,6 @@ def store_grant(
             f"lease {response.lease_id} with {len(blocks)} blocks, and {len(parts)} states "
             "and windows"
         )
-    end = request.from_token
-    for block in blocks:
-        _check_tokens(block.slot_id, 0, block.num_tokens, arena, layout.block_tokens)
-        if block.token_offset < end:
-            raise _bad_answer(f"a block at token {block.token_offset}, before {end}")
-        end = block.token_offset + block.num_tokens
-    if blocks and end > response.end_token:
-        raise _bad_answer(f"blocks up to token {end}, {response.end_token} announced")
     slot_ids = [block.slot_id for block in blocks]
     slot_ids += [slot_id for granted in parts for slot_id in granted.slot_ids]
     is_beyond = response.end_token > len(request.token_ids) // TOKEN_BYTES
@@ -268,6 +260,38 @@ def store_grant(
         states=states,
         windows=windows,
     )
+
+
+def _blocks(
+    response: pb.PrepareStoreResponse,
+    request: pb.PrepareStoreRequest,
+    arena: ArenaMap,
+    layout: KVLayout,
+) -> tuple[StoreBlock, ...]:
+    """Decode the blocks of an answer: as columns, or one by one as an older kvd sends them.
+
+    They are in order, do not overlap, and lie within the arena and the announced tokens.
+    """
+    if response.blocks:
+        blocks = tuple(map(_STORE_BLOCK.decode_row, response.blocks))
+    else:
+        try:
+            blocks = blocks_of(response.columns)
+        except ValueError as error:
+            raise _bad_answer(f"blocks in {error}") from error
+    if not blocks:
+        return blocks
+    slot_ids, offsets, num_tokens, _ = zip(*blocks, strict=True)  # there are thousands of blocks
+    if max(slot_ids) >= arena.num_slots or not 1 <= min(num_tokens) <= max(num_tokens) <= (
+        layout.block_tokens
+    ):
+        raise _bad_answer("blocks of tokens that are not in the arena's slots")
+    ends = [request.from_token, *map(add, offsets, num_tokens)]
+    if any(map(lt, offsets, ends)):
+        raise _bad_answer(f"blocks that overlap, or begin before token {request.from_token}")
+    if ends[-1] > response.end_token:
+        raise _bad_answer(f"blocks up to token {ends[-1]}, {response.end_token} announced")
+    return blocks
 
 
 def _check_tokens(

@@ -1,4 +1,4 @@
-"""Messages that both sides of kvd's RPCs use: session keys, lineages, layouts, spans; engines' ids.
+"""Messages that both sides of kvd's RPCs use: keys, lineages, layouts, granted slots, engines' ids.
 
 Pure. The handshake of an attachment compares layouts (D12).
 """
@@ -9,7 +9,7 @@ from itertools import accumulate, repeat
 
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
-from shared.types.granted_slots import LoadSpan
+from shared.types.granted_slots import LoadSpan, StoreBlock
 from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -69,6 +69,35 @@ def spans_of(message: pb.LoadSpans, first_token: int) -> tuple[LoadSpan, ...]:
     tiers = map(_TIERS.get, message.tiers, repeat(UNKNOWN))
     rows = zip(slot_ids, starts, num_tokens, offsets, generations, tiers, strict=False)
     return tuple(map(LoadSpan._make, rows))
+
+
+def blocks_message(blocks: Sequence[StoreBlock]) -> pb.StoreBlocks:
+    """Encode the blocks of a store as columns."""
+    if not blocks:
+        return pb.StoreBlocks()
+    slot_ids, token_offsets, num_tokens, generations = zip(*blocks, strict=True)
+    return pb.StoreBlocks(
+        slot_ids=slot_ids,
+        token_offsets=token_offsets,
+        num_tokens=num_tokens,
+        generations=generations,
+    )
+
+
+def blocks_of(message: pb.StoreBlocks) -> tuple[StoreBlock, ...]:
+    """Decode the blocks of a store.
+
+    Raises:
+        ValueError: the columns differ in length.
+    """
+    rows = zip(
+        message.slot_ids,
+        message.token_offsets,
+        message.num_tokens,
+        message.generations,
+        strict=True,
+    )
+    return tuple(map(StoreBlock._make, rows))
 
 
 def layout_message(layout: KVLayout) -> pb.KVLayout:

@@ -7,18 +7,19 @@ import pytest
 
 from kvd.core.records.entries import TTL_NEVER_NS
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import LoadAnswer
+from kvd.core.records.records import LoadAnswer, StoreAnswer
 from kvd.wire.messages import (
     MAX_DURATION_S,
     key_of,
     lineage_of,
     load_response,
     ns_of,
+    store_response,
     ttl_ns_of,
 )
-from shared.kvd_client.messages import lineage_message, spans_of
+from shared.kvd_client.messages import blocks_of, lineage_message, spans_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.granted_slots import LoadSpan, Lookup
+from shared.types.granted_slots import LoadSpan, Lookup, StoreBlock
 from shared.types.lineage import WHOLE
 from shared.types.session_key import InvalidNameError
 
@@ -67,6 +68,16 @@ def test_the_spans_of_a_load_are_the_same_as_columns(num_spans):
     assert not response.spans
     assert spans_of(response.columns, 9) == spans
     assert not load_response(LoadAnswer(Lookup.HIT, 1, spans)).HasField("columns")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_the_blocks_of_a_store_are_the_same_as_columns(num_blocks):
+    """Also if stored ones lie between them."""
+    blocks = tuple(StoreBlock(7 - n, 40 * n, 4 + n, 2**40 + n) for n in range(num_blocks))
+    response = store_response(StoreAnswer(1, blocks), has_columns=True)
+    assert not response.blocks
+    assert blocks_of(response.columns) == blocks
+    assert not store_response(StoreAnswer(1, blocks)).HasField("columns")
 
 
 def test_a_tier_of_a_newer_kvd():

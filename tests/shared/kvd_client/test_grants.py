@@ -79,13 +79,32 @@ def load(request, arena, words):
     return loaded
 
 
-def _store(arena, blocks, end_token=32, lease_id=9, layout=LAYOUT, load_ends=(), **fields):
+def _block_columns(blocks):
+    return kvd_pb2.StoreBlocks(
+        slot_ids=[block.slot_id for block in blocks],
+        token_offsets=[block.token_offset for block in blocks],
+        num_tokens=[block.num_tokens for block in blocks],
+        generations=[block.generation for block in blocks],
+    )
+
+
+def _store(
+    arena,
+    blocks,
+    end_token=32,
+    lease_id=9,
+    layout=LAYOUT,
+    load_ends=(),
+    one_by_one=False,
+    **fields,
+):
+    """Decode an answer whose blocks come as columns, or one by one as those of an older kvd."""
     request = kvd_pb2.PrepareStoreRequest(
         token_ids=bytes(4 * 40), from_token=16, load_ends=load_ends
     )
-    response = kvd_pb2.PrepareStoreResponse(
-        lease_id=lease_id, blocks=blocks, end_token=end_token, **fields
-    )
+    sent = {"blocks": blocks} if one_by_one else {"columns": _block_columns(blocks)}
+    fields = {**sent, **fields}
+    response = kvd_pb2.PrepareStoreResponse(lease_id=lease_id, end_token=end_token, **fields)
     return store_grant(response, request, arena, layout)
 
 
@@ -200,10 +219,25 @@ def test_a_valid_store_is_accepted(arena):
         [],
     ],
 )
-def test_invalid_blocks(arena, blocks):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_invalid_blocks(arena, blocks, one_by_one):
     """Blocks outside arena or tokens, or that share a slot, are refused."""
     with pytest.raises(KvdProtocolError):
-        _store(arena, blocks)
+        _store(arena, blocks, one_by_one=one_by_one)
+
+
+def test_blocks_of_an_older_kvd(arena):
+    """They come one by one, and give the same grant."""
+    assert _store(arena, [BLOCK], one_by_one=True) == _store(arena, [BLOCK])
+
+
+@pytest.mark.parametrize("name", [field.name for field in kvd_pb2.StoreBlocks.DESCRIPTOR.fields])
+def test_block_columns_of_different_lengths(arena, name):
+    """No block is made of what is there."""
+    columns = _block_columns([BLOCK, BLOCK])
+    getattr(columns, name).pop()
+    with pytest.raises(KvdProtocolError, match="blocks in"):
+        _store(arena, [], columns=columns)
 
 
 def test_grants_are_immutable_values(load):

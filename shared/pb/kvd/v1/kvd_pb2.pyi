@@ -314,7 +314,7 @@ class CompleteLoadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage", "load_ends")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage", "load_ends", "block_columns")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class PrepareStoreRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     LOAD_ENDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
@@ -329,7 +330,8 @@ class PrepareStoreRequest(_message.Message):
     deadline_s: float
     lineage: Lineage
     load_ends: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., load_ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_columns: bool
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., load_ends: _Optional[_Iterable[int]] = ..., block_columns: bool = ...) -> None: ...
 
 class StoreBlock(_message.Message):
     __slots__ = ("slot_id", "token_offset", "num_tokens", "generation")
@@ -343,8 +345,20 @@ class StoreBlock(_message.Message):
     generation: int
     def __init__(self, slot_id: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class StoreBlocks(_message.Message):
+    __slots__ = ("slot_ids", "token_offsets", "num_tokens", "generations")
+    SLOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    slot_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_offsets: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot_ids: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PrepareStoreResponse(_message.Message):
-    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason", "states", "windows")
+    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason", "states", "windows", "columns")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +366,7 @@ class PrepareStoreResponse(_message.Message):
     REFUSED_REASON_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: _containers.RepeatedCompositeFieldContainer[StoreBlock]
     end_token: int
@@ -359,7 +374,8 @@ class PrepareStoreResponse(_message.Message):
     refused_reason: str
     states: _containers.RepeatedCompositeFieldContainer[GrantedState]
     windows: _containers.RepeatedCompositeFieldContainer[GrantedWindow]
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ..., states: _Optional[_Iterable[_Union[GrantedState, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ...) -> None: ...
+    columns: StoreBlocks
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ..., states: _Optional[_Iterable[_Union[GrantedState, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[GrantedWindow, _Mapping]]] = ..., columns: _Optional[_Union[StoreBlocks, _Mapping]] = ...) -> None: ...
 
 class CompleteStoreRequest(_message.Message):
     __slots__ = ("engine_id", "lease_id", "success")
