@@ -175,9 +175,8 @@ class KvdClient(KvdConnection):
         """
         if not grant.lease_id:
             return grant.end_token
-        return await self._complete_store(
-            self._attachment_of(grant), grant.lease_id, success=success
-        )
+        attachment = self._attachment_of(grant)
+        return await self._complete_store(attachment, grant.lease_id, success=success)
 
     async def discard(
         self,

@@ -33,16 +33,14 @@ class Verifier:
         self._background: set[int] = set()  # operations
         self._retry_at_ns = 0
 
-    def is_needed(self, block: Block, *, always: bool = False) -> bool:
+    def is_needed(self, block: Block, *, always: bool) -> bool:
         """Whether a block in DRAM has to be verified before a load may use it.
 
-        An idle block that is not verified yet has to be. With `verify_on_load`, or `always`, so has
-        every block, unless it is being hashed or written at the moment.
+        An idle block that is not verified yet has to be. With `always` so has every block, unless
+        it is being hashed or written at the moment.
         """
-        if block.io is not BlockIo.IDLE:
-            return False
-        is_wanted = always or self._state.limits.verify_on_load
-        return block.is_unverified or (is_wanted and bool(block.checksums))
+        is_wanted = block.is_unverified or (always and bool(block.checksums))
+        return is_wanted and block.io is BlockIo.IDLE
 
     def start(self, block: Block, *, urgent: bool) -> None:
         """Begin to verify an idle block in DRAM; costs O(leases) if it has readers.

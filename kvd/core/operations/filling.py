@@ -33,7 +33,13 @@ def commit_slot(state: CacheState, tenant: str, span: Span, part: NewBlock) -> B
     state.slots.commit(part.slot_id)
     state.clear_slot(part.slot_id)
     block = Block(
-        span.block_key, span.num_tokens, tenant, part.token_ids, part.slot_id, part.generation
+        span.block_key,
+        span.num_tokens,
+        tenant,
+        part.token_ids,
+        part.parent,
+        part.slot_id,
+        part.generation,
     )
     state.blocks.add(block)
     return block
@@ -118,9 +124,9 @@ def grant_parts(
     for new in sorted(wanted, key=lambda new: new.start, reverse=True):
         if new.start + new.num_tokens > end_token or slots.num_free < len(new.spans):
             continue
-        parts = [NewBlock(*slots.allocate(), b"") for _ in new.spans]
+        parts = [NewBlock(*slots.allocate()) for _ in new.spans]
         lease.side_parts += zip(new.spans, parts, strict=True)
-        slot_ids, generations, _ = zip(*parts, strict=True)
+        slot_ids, generations, *_ = zip(*parts, strict=True)
         if new.num_tokens:
             windows.append(GrantedWindow(new.start, new.num_tokens, 0, slot_ids, generations))
         else:

@@ -34,7 +34,7 @@ from kvd.core.operations.window_matching import NO_WINDOW, Loadable, up_to_windo
 from kvd.core.records.actions import LeaseReady, TrackLoad, UntrackLoad
 from kvd.core.records.records import LeaseState, LoadAnswer
 from kvd.core.records.tier import Tier
-from kvd.core.state.block import Block
+from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
@@ -276,24 +276,25 @@ class Loader:
         for piece in pieces if is_holding else ():
             piece.block.holders += 1
         reads: list[Arrival] = []
-        dram, ssd = Tier.DRAM.value, Tier.SSD.value  # looked up once: there are thousands of pieces
+        # Looked up once, and few calls below: there are thousands of pieces.
+        dram, ssd, from_token = Tier.DRAM.value, Tier.SSD.value, lease.from_token
+        verifies_all = lease.is_export or self._state.limits.verify_on_load
         for index, piece in enumerate(pieces):
             block = piece.block
-            is_here = block.is_in_dram
+            tier = dram if block.is_in_dram else ssd
             if block.slot_id is None:
                 if not self._has_slot(pieces[index:]):
                     break
                 reads.append(self._reader.start(block))
-            elif self._verifier.is_needed(block, always=lease.is_export):
+            elif self._verifier.is_needed(block, always=verifies_all):
                 self._verifier.start(block, urgent=True)
-            if block.io.is_arriving:
+            if block.io is not BlockIo.IDLE and block.io.is_arriving:
                 self._wait_for(lease, block)
             block.readers += 1
             if block.is_ahead:
                 block.is_ahead = False
                 self._state.outbox.count("prefetch_hits")
-            tier = dram if is_here else ssd
-            lease.entries.append((block, _load_span(piece, lease.from_token, tier)))
+            lease.entries.append((block, _load_span(piece, from_token, tier)))
         self._reader.issue(reads)
         for piece in pieces if is_holding else ():
             piece.block.holders -= 1
@@ -390,8 +391,9 @@ class Loader:
 
 def _load_span(piece: Piece, from_token: int, tier: str) -> LoadSpan:
     """Return the span of the piece's tokens from `from_token` on; its block has a slot."""
-    span, block, offset = piece
+    (_, start, num_tokens, _, _), block, offset = piece
     assert block.slot_id is not None, "spans are granted on blocks with a slot"
-    skipped = max(0, from_token - offset)
-    start, num_tokens = span.start + skipped, span.num_tokens - skipped
-    return LoadSpan(block.slot_id, start, num_tokens, offset + skipped, block.generation, tier)
+    if offset < from_token:
+        skipped = from_token - offset
+        start, num_tokens, offset = start + skipped, num_tokens - skipped, from_token
+    return LoadSpan(block.slot_id, start, num_tokens, offset, block.generation, tier)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.records.entries import Span, is_plain, plain_span
+from kvd.core.records.entries import Span, plain_span
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -54,12 +54,14 @@ class PlannedBlock(NamedTuple):
     Attributes:
         span: the span.
         token_ids: its tokens.
+        parent: the parent key in its block's key.
         token_offset: position of the first of them.
         block: the existing block; None: it needs a slot.
     """
 
     span: Span
     token_ids: bytes
+    parent: bytes
     token_offset: int
     block: Block | None
 
@@ -154,21 +156,38 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
 def match_session(
     state: CacheState, session: Session, token_ids: bytes, chaining: Chaining
 ) -> Match:
-    """Match the session's own spans; O(tokens matched) hashing, one digest per span."""
+    """Match the session's own spans.
+
+    Costs a digest per span, except for whole blocks in DRAM whose keys were computed before: their
+    token ids are compared.
+    """
     num_tokens = len(token_ids) // TOKEN_BYTES
     pieces: list[Piece] = []
     chain = chaining.root
     offset = 0
     reason = session.lost or "not_stored"
+    is_straight = chaining.is_straight
     for span in _spans(state, session):
         end = offset + span.num_tokens
         if end > num_tokens:
             break
-        if not chaining.holds(span, chain, offset, slice_tokens(token_ids, offset, end)):
+        tokens = token_ids[offset * TOKEN_BYTES : end * TOKEN_BYTES]
+        block = state.blocks.get(span.block_key)  # None: it is packed
+        is_known = (
+            is_straight
+            and block is not None
+            and block.parent == chain
+            and block.token_ids == tokens
+            and not span.tokens_digest
+        )
+        if not is_known and not chaining.holds(span, chain, offset, tokens):
             reason = "tokens_differ"
             break
-        block = state.find_block(span.block_key)
-        assert block is not None, "a session's blocks are there"
+        if block is None:
+            block = state.find_block(span.block_key)
+            assert block is not None, "a session's blocks are there"
+        if is_straight and not span.tokens_digest:
+            block.parent = chain
         pieces.append(Piece(span, block, offset))
         chain, offset = span.chain, end
     return Match(pieces, chain, reason)
@@ -239,7 +258,7 @@ def _removal_reason(state: CacheState, key: SessionKey) -> str:
 def _on_chain(pieces: list[Piece], chaining: Chaining) -> list[Piece]:
     """Return the first pieces of a match to which the content chain from the root leads, too."""
     for index, (span, _, offset) in enumerate(pieces):
-        is_discarded = not is_plain(span) or span.block_key != span.chain
+        is_discarded = bool(span.tokens_digest) or span.block_key != span.chain
         if is_discarded or offset + span.num_tokens != chaining.end_of_block(offset):
             return pieces[:index]
     return pieces
@@ -299,8 +318,9 @@ def plan_blocks(
     while offset < num_tokens:
         end = min(chaining.end_of_block(offset), num_tokens)
         tokens = slice_tokens(token_ids, offset, end)
+        parent = chaining.parent(chain, offset)
         chain = chaining.key(chain, offset, tokens)
         span = plain_span(chain, end - offset)
-        planned.append(PlannedBlock(span, tokens, offset, state.find_block(chain)))
+        planned.append(PlannedBlock(span, tokens, parent, offset, state.find_block(chain)))
         offset = end
     return planned

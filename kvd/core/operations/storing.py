@@ -262,7 +262,7 @@ class Storer:
                     is_cut = True
                     break
                 slot_id, generation = slots.allocate()
-                part = NewBlock(slot_id, generation, new.token_ids)
+                part = NewBlock(slot_id, generation, new.token_ids, new.parent)
                 blocks.append(
                     StoreBlock(slot_id, new.token_offset, new.span.num_tokens, generation)
                 )

@@ -66,6 +66,8 @@ class Block:
     Attributes:
         tenant: the tenant whose sessions may use it, and whose quota it counts for.
         token_ids: kept while the bytes are in DRAM, because a WriteBlock needs them.
+        parent: the parent key in its own key, once that was computed here; b"": not known. With
+            it, comparing token ids proves as much as computing the key again.
         checksums: checksums of the bytes in DRAM, as in StoredBlock; b"" if they are not hashed.
         is_unverified: adopted from an earlier kvd, and not compared with its checksums yet.
         is_ahead: read into DRAM ahead of a load, and not loaded yet.
@@ -84,6 +86,7 @@ class Block:
     num_tokens: int
     tenant: str = ""
     token_ids: bytes = b""
+    parent: bytes = b""
     slot_id: int | None = None
     generation: int = 0
     extent: int | None = None

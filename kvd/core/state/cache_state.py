@@ -329,12 +329,10 @@ class CacheState:
 
         If it is not needed, it is removed; otherwise a user answers for it in each tier.
         """
-        if not self.blocks.holds(block):
-            return
-        if block.users:
+        if block.users:  # so it is in the index
             block.is_discarded = False
             self.users.settle(block)
-        elif not block.is_needed and block.io is BlockIo.IDLE:
+        elif not block.is_needed and block.io is BlockIo.IDLE and self.blocks.holds(block):
             self.forget(block)
 
     def find_block(self, key: bytes) -> Block | None:

@@ -94,11 +94,13 @@ class NewBlock(NamedTuple):
 
     Attributes:
         token_ids: the tokens that the slot will hold; b"" for a part of a state or window.
+        parent: the parent key in the block's key; b"" likewise.
     """
 
     slot_id: int
     generation: int
-    token_ids: bytes
+    token_ids: bytes = b""
+    parent: bytes = b""
 
 
 Part = tuple[Span, Block | NewBlock]
