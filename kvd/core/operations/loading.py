@@ -8,7 +8,6 @@ exactly these arrivals' `waiting`; 3. a load creates no session; 4. a lease that
 tracked by a progress word until it ends.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
@@ -332,7 +331,8 @@ class Loader:
         still_needed = {block.key for block, _ in kept}
         for block, _ in released:
             block.readers -= 1
-            if block.io.is_arriving and block.key not in still_needed:
+            is_at_rest = block.io is BlockIo.IDLE  # as nearly always
+            if not is_at_rest and block.io.is_arriving and block.key not in still_needed:
                 waiting = self._state.under_way.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):  # tail first: what stays stored is a prefix
@@ -377,16 +377,13 @@ class Loader:
             self._state.outbox.count("load_windows", num_windows)
         else:
             self._state.outbox.count("load_states", lease.num_parts > 0)
-        num_tokens = Counter[str]()
-        for _, span in lease.entries:
-            num_tokens[span.tier] += span.num_tokens
         for tier in Tier:
-            num_of_tier = num_tokens[tier.value]
-            self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
-            self._state.turns.on_load(lease.key, tier, num_of_tier)
-            if num_of_tier:
-                why = tier.value
-                self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
+            name = tier.value
+            tokens = sum([span.num_tokens for _, span in lease.entries if span.tier == name])
+            self._state.outbox.count(f"load_tokens_{name}", tokens)
+            self._state.turns.on_load(lease.key, tier, tokens)
+            if tokens:
+                self._state.record_move(lease.key, MoveKind.LOADED, num_tokens=tokens, why=name)
 
 
 def _load_span(piece: Piece, from_token: int, tier: str) -> LoadSpan:

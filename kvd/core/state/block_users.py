@@ -92,7 +92,8 @@ class BlockUsers:
         """Record a use of an evictable session: it answers in each tier where it has blocks."""
         before = self.answers(session)
         self._policy.on_access(session.key, now_ns)
-        if any(self._blocks[span.block_key].clean for span in session.spans):
+        has_ssd = self._blocks.num_ssd > 0  # else no block is clean
+        if has_ssd and any(self._blocks[span.block_key].clean for span in session.spans):
             self._policy.start_offering(session.key)
         self.recount(session, before)
 
