@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +32,7 @@ KERNELS = (
 )
 HEADERS = ("attention.h", "kernels.h", "lanes.h", "panels.h")
 TORCH = Path(torch.__file__).parent  # its headers and libraries
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 COMPILER_TIMEOUT_S = 120
 
 
@@ -59,9 +60,9 @@ def load_library(environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / path.name
-            sources = [str(_source(name)) for name in KERNELS]
+            objects = _compile(command, Path(scratch))
             torch_library = [f"-L{TORCH / 'lib'}", "-ltorch_cpu"]  # loaded, so found without a path
-            _compile([*command, *sources, *openmp, *torch_library, "-o", str(made)])
+            _run([*command, "-shared", *objects, *openmp, *torch_library, "-o", str(made)])
             with made.open("rb") as library:
                 os.fsync(library.fileno())  # a name on disk stands for whole contents
             made.replace(path)
@@ -90,7 +91,19 @@ def _compiler() -> list[str]:
     return [found]
 
 
-def _compile(command: list[str]) -> None:
+def _compile(command: list[str], scratch: Path) -> list[str]:
+    """Compile all sources at the same time, for the first start waits; return their objects."""
+
+    def compiled(name: str) -> str:
+        made = scratch / f"{name}.o"
+        _run([*command, "-c", str(_source(name)), "-o", str(made)])
+        return str(made)
+
+    with ThreadPoolExecutor(len(KERNELS)) as pool:
+        return list(pool.map(compiled, KERNELS))
+
+
+def _run(command: list[str]) -> None:
     """Run the compiler, and say in one line why it fails."""
     try:
         subprocess.run(
