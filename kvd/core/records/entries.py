@@ -177,8 +177,7 @@ class WritingSlot(NamedTuple):
     engine_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedSlot:
+class CommittedSlot(NamedTuple):
     """The slot holds a block whose bytes never change. Checksums are as in StoredBlock."""
 
     generation: int

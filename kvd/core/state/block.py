@@ -253,8 +253,10 @@ class BlockIndex:
 
     def _recount(self, block: Block, sign: int) -> None:
         """Add a block to the counts, or take it out before one of its places changes."""
-        self.num_dram += sign * (block.slot_id is not None)
-        self.num_ssd += sign * (block.extent is not None)
-        self.num_dirty += sign * block.dirty
-        self.num_unhashed += sign * block.unhashed
+        has_slot, has_extent = block.slot_id is not None, block.extent is not None
+        is_dirty = has_slot and not has_extent  # as `dirty` and `unhashed` say, without calls
+        self.num_dram += sign * has_slot
+        self.num_ssd += sign * has_extent
+        self.num_dirty += sign * is_dirty
+        self.num_unhashed += sign * (is_dirty and not block.checksums)
         self.num_unverified += sign * block.is_unverified

@@ -387,7 +387,8 @@ class CacheState:
 
     def clear_slot(self, slot_id: int) -> None:
         """Record in the journal that the slot holds nothing valid."""
-        self.scrubbed.pop((Tier.DRAM, slot_id), None)
+        if self.scrubbed:  # rarely: while a scrub is running
+            self.scrubbed.pop((Tier.DRAM, slot_id), None)
         self.journal.clear(slot_id)
 
     def free_slot(self, slot_id: int) -> None:

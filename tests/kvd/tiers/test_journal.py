@@ -4,7 +4,6 @@ import os
 import signal
 import struct
 import uuid
-from dataclasses import replace
 
 import pytest
 import xxhash
@@ -333,5 +332,5 @@ def test_a_block_has_between_one_and_a_full_blocks_tokens(journal, num_tokens):
     ((slot,), _) = journal.read_all()
     assert slot.block == make_committed(5, num_tokens=num_tokens)
     for impossible in (0, LAYOUT.block_tokens + 1):
-        journal.put(0, replace(make_committed(5, num_tokens=1), num_tokens=impossible))
+        journal.put(0, make_committed(5, num_tokens=1)._replace(num_tokens=impossible))
         assert journal.read_all() == ([], [])

@@ -195,11 +195,11 @@ GOOD = CommittedSlot(3, b"k" * 16, 4, bytes(16), bytes(8))
     [
         (9, GOOD),
         (-1, GOOD),
-        (0, replace(GOOD, num_tokens=5, token_ids=bytes(20))),
-        (0, replace(GOOD, num_tokens=0, token_ids=b"")),
-        (0, replace(GOOD, token_ids=bytes(12))),
-        (0, replace(GOOD, checksums=bytes(16))),
-        (0, replace(GOOD, key=b"k")),
+        (0, GOOD._replace(num_tokens=5, token_ids=bytes(20))),
+        (0, GOOD._replace(num_tokens=0, token_ids=b"")),
+        (0, GOOD._replace(token_ids=bytes(12))),
+        (0, GOOD._replace(checksums=bytes(16))),
+        (0, GOOD._replace(key=b"k")),
     ],
 )
 def test_a_slot_with_an_impossible_record_is_free(slot_id, record):

@@ -209,7 +209,7 @@ def test_a_block_in_dram_is_adopted_only_if_its_row_agrees():
     world = new_world()
     store(world, A, ONES)
     (record,) = world.journal.values()
-    shorter = dataclasses.replace(record, num_tokens=2, token_ids=record.token_ids[:8])
+    shorter = record._replace(num_tokens=2, token_ids=record.token_ids[:8])
     engine = CacheEngine(LAYOUT, world.limits, salt_of)
     engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1)
     engine.check()
