@@ -329,10 +329,12 @@ class CacheState:
 
         If it is not needed, it is removed; otherwise a user answers for it in each tier.
         """
-        if block.users:  # so it is in the index
+        if not self.blocks.holds(block):
+            return
+        if block.users:
             block.is_discarded = False
             self.users.settle(block)
-        elif not block.is_needed and block.io is BlockIo.IDLE and self.blocks.holds(block):
+        elif not block.is_needed and block.io is BlockIo.IDLE:
             self.forget(block)
 
     def find_block(self, key: bytes) -> Block | None:
