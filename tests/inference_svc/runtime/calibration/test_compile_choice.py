@@ -26,6 +26,7 @@ from inference_svc.runtime.cpu import product_kernel
 from inference_svc.runtime.model.model_loader import describe_model
 from shared.types.errors import ConfigError
 from tests.inference_svc.runtime.eager_pieces import EAGER, EagerPieces
+from tests.sampled import sampled_cases
 
 
 @pytest.fixture
@@ -132,8 +133,10 @@ class NoPieces(EagerPieces):
         return EAGER.from_bytes(kept)
 
 
-@pytest.mark.parametrize("packing", ["off", "cpp", "torch"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    sampled_cases(["llama", "qwen2", "gemma2"], ["off", "cpp", "torch"], count=3, seed=1),
+)
 def test_a_later_start_takes_what_was_compiled(made, choose, monkeypatch, family, packing):
     """Whether it asks for it or not; with its own weights, some of them joined, with biases."""
     monkeypatch.setattr(product_kernel, "MIN_WEIGHTS", 1)

@@ -113,7 +113,7 @@ def check_same(model, runner, computed=None, to_the_bit=False, close=CLOSE):
         torch.testing.assert_close(found, computed_tokens, **close)
 
 
-@pytest.mark.parametrize("name", sampled(FAMILIES, 6, seed=3, always=("llama", "gemma2")))
+@pytest.mark.parametrize("name", sampled(FAMILIES, 4, seed=3, always=("llama", "gemma2")))
 def test_a_graph_gives_what_the_forward_gives(tiny, graph_runner, name):
     """What is written to the bit: in prefill and decoding, with a write buffer and without."""
     check_same(tiny(name), graph_runner(name), to_the_bit=True)
@@ -215,7 +215,7 @@ def test_a_forward_with_too_many_ranges_is_refused(build):
     """Each graph takes its time."""
 
     def change(states):
-        return states * sum(states.shape[1] <= number for number in range(3, 50, 3))
+        return states * sum(states.shape[1] <= number for number in range(3, 24, 3))
 
     with pytest.raises(UntraceableError, match="more than 6 graphs"):
         compile_forward(*changed(build, change), EAGER)
