@@ -17,6 +17,7 @@ from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
+DRAM = "64MB"  # of each layout, unless a test has a size of its own
 # What kvd imports at start: see tests/warm_python.py.
 KVD = WarmPython(
     "kvd.cli.main",
@@ -55,6 +56,8 @@ class KvdProcess:
             "KVD_DRAM__KEEP": keep,
             # Not /dev/shm: what a killed kvd leaves there would outlive the test.
             "KVD_DRAM__DIRECTORY": str(directory / "shm"),
+            # Not a quarter of the machine's memory, of which it would write every page.
+            "KVD_DRAM__BYTES": DRAM,
             **environ,
         }
         self._process: AnyProcess | None = None

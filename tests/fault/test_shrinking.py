@@ -95,7 +95,8 @@ async def check_stay(engine: SyntheticEngine, ledger: Ledger) -> None:
         assert loaded.num_tokens == (NUM_TOKENS if name in STAY else 0), name
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
+# Files without a key shrink in the tests below.
+@pytest.mark.parametrize("is_sealed", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_the_sessions_that_were_used_last_stay(tmp_path, is_sealed):
     """They are served while they are moved and afterwards, and the files have the new size."""
     settings = dict(SIZES)

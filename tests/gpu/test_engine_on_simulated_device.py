@@ -226,8 +226,8 @@ def alone(model, ids, answers):
 @pytest.mark.parametrize(
     ("build", "is_replayed"),
     [
-        (build_windowed_model, False),
         (build_shapes_model, False),
+        pytest.param(build_windowed_model, False, marks=pytest.mark.long),
         pytest.param(build_chunked_model, False, marks=pytest.mark.long),
         pytest.param(build_windowed_model, True, marks=pytest.mark.long),
         pytest.param(build_shapes_model, True, marks=pytest.mark.long),
@@ -255,7 +255,7 @@ async def test_windows_on_pages_do_not_race(simulated, tmp_path, monkeypatch, bu
         ):
             common = local.new_tokens(2 * model.calibration.layout.block_tokens + 10)
             sessions = [Conversation(local, f"s{n}", common, is_new=True) for n in range(3)]
-            for source in ("any", "any", "kvd"):
+            for source in ("any", "kvd"):
                 await asyncio.gather(
                     *(
                         session.turn(

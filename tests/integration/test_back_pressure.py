@@ -25,8 +25,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MANY_TURNS = 1000
 FIRST_TURNS = 50
-SMALL_TURNS = 64
-PATIENT_TURNS = 80  # more turns than places, so that hints are followed again and again
+SMALL_TURNS = 32
+PATIENT_TURNS = 40  # more turns than places, so that hints are followed again and again
 MAX_RUNNING = 8
 ANSWER_TOKENS = 8
 SHORT = pb.Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True)

@@ -45,14 +45,23 @@ BUILDERS = {
     "shapes": build_shapes_model,
     "chunks": build_chunked_model,
 }
-SHORT = [("some", "contiguous"), ("some", "pages"), ("shapes", "pages"), ("chunks", "pages")]
-CASES = [
-    pytest.param(case, id="-".join(case), marks=() if case in SHORT else pytest.mark.long)
-    for case in product(BUILDERS, ("contiguous", "pages"))
-]
+CASES = list(product(BUILDERS, ("contiguous", "pages")))
 
 
-@pytest.fixture(scope="module", params=CASES)
+def in_cases(*short):
+    """Run a test in every case, in all but these with `make test-long` only.
+
+    Of all tests together every model and both layouts are tried by `make test`, too.
+    """
+    params = [
+        pytest.param(case, id=name, marks=() if name in short else pytest.mark.long)
+        for case in CASES
+        for name in ["-".join(case)]
+    ]
+    return pytest.mark.parametrize("case", params, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def case(request):
     """Choose the model, and the layout of its working KV."""
     return request.param
@@ -105,6 +114,7 @@ async def all_identical(pair, oracle, *names):
         assert verdict.is_identical, (name, verdict)
 
 
+@in_cases("some-contiguous", "chunks-pages")
 async def test_a_session_takes_fewer_slots_than_its_tokens(resident, oracle):
     """A third of its KV is of all tokens, the rest is of the window only."""
     async with resident.with_kvd(*DRAM):
@@ -120,6 +130,7 @@ async def test_a_session_takes_fewer_slots_than_its_tokens(resident, oracle):
     assert NUM_ROWS < held["resident_token_slots"] <= most < num_tokens / 2
 
 
+@in_cases("some-contiguous", "shapes-pages")
 async def test_more_sessions_stay_in_memory(resident, oracle):
     """They have more tokens than there are slots, with room for a copy of one that continues."""
     async with resident.with_kvd(*DRAM):
@@ -135,6 +146,7 @@ async def test_more_sessions_stay_in_memory(resident, oracle):
         check_all_reused(turn, "hbm")
 
 
+@in_cases("some-pages", "chunks-pages")
 async def test_a_shared_prompt_is_copied_while_others_run(resident, oracle):
     """Sessions with one prompt come at once, some of them late.
 
@@ -161,6 +173,7 @@ async def test_a_shared_prompt_is_copied_while_others_run(resident, oracle):
     assert last.usage.reused_tokens >= 2 * BLOCK_TOKENS, "kvd has the window behind the prompt"
 
 
+@in_cases("some-contiguous", "shapes-pages")
 async def test_an_answer_can_be_regenerated(resident, oracle):
     """A short one is continued in memory; a long one has lost its question, which kvd has."""
     async with resident.with_kvd(*DRAM):
@@ -189,15 +202,16 @@ def judge(case, model):
     return TruncationOracle(model)
 
 
+@in_cases("some-contiguous", "some-pages")
 async def test_a_full_window_is_cut_in_memory(narrow, judge):
     """It is cut between turns and in the middle of one: keys move, nothing is recomputed."""
     async with narrow.with_kvd(*DRAM):
-        turns = [await narrow.say("cut", 120, max_tokens=60) for _ in range(8)]
-        long = await narrow.say("cut", 20, max_tokens=700)
+        turns = [await narrow.say("cut", 120, max_tokens=30) for _ in range(8)]
+        long = await narrow.say("cut", 20, max_tokens=450)
         after = await narrow.say("cut", 20)
         await identical(narrow, judge, "cut")
     assert sum(bool(turn.usage.dropped_tokens) for turn in turns) >= 2
-    assert long.usage.output_tokens == 700
+    assert long.usage.output_tokens == 450
     for turn in (*turns[1:], long, after):
         check_all_reused(turn, "hbm")
 
@@ -263,6 +277,7 @@ class Talker:
             await events.aclose()
 
 
+@in_cases("some-pages")
 @pytest.mark.parametrize(
     "seed", [1, *[pytest.param(n, marks=pytest.mark.long) for n in range(2, 8)]]
 )

@@ -77,9 +77,17 @@ async def test_path_too_long_for_a_socket(tmp_path: Path) -> None:
 async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
     """All problems are listed at once, with key, value and what is accepted."""
     config = tmp_path / "kvd.toml"
-    config.write_text('[dram]\nbytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nio_threads = 0\n')
+    config.write_text(
+        '[dram]\ntotal_bytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nio_threads = 0\n'
+    )
     line = await _start_refused(KvdProcess(tmp_path, ("--config", str(config))))
-    for part in ("dram.bytes", "lots", "evictoin.policy", "eviction.policy?", "ssd.io_threads"):
+    for part in (
+        "dram.total_bytes",
+        "lots",
+        "evictoin.policy",
+        "eviction.policy?",
+        "ssd.io_threads",
+    ):
         assert part in line
 
 

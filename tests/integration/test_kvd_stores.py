@@ -85,6 +85,9 @@ async def test_a_session_moves_by_commands(tmp_path: Path, server) -> None:
         server.resume()
 
 
+@pytest.mark.parametrize(
+    "server", ["mooncake", pytest.param("s3", marks=pytest.mark.long)], indirect=True
+)
 async def test_a_session_survives_its_server(tmp_path: Path, server) -> None:
     """It is pushed after its turns, and the next server gets it when its own is dead."""
     settings = remote_settings(server.url)

@@ -14,7 +14,7 @@ from tests.load.load import MIN_KILLS, Load, LoadShape
 MINUTES = float(os.environ.get("LOAD_MINUTES", "10"))
 CLIENTS = int(os.environ.get("LOAD_CLIENTS", "200"))
 KILL_S = 30.0
-SHORT = LoadShape(num_clients=50, seconds=2.0, kill_s=1.0, num_judged=6)
+SHORT = LoadShape(num_clients=50, seconds=2.0, kill_s=1.0, num_judged=4)
 LONG = LoadShape(CLIENTS, 60 * MINUTES, KILL_S, num_judged=100)
 
 

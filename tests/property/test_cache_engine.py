@@ -35,6 +35,7 @@ from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from tests.property.cache_operations import OperationsMachine
 from tests.property.cache_turns import ENGINE_IDS, EXPORTER, KEYS, TOKENS
 from tests.property.cache_world import ADOPTED_ENGINES, BLOCK_TOKENS, LAYOUT, Row, compute
+from tests.sampled import examples
 
 
 class CacheMachine(OperationsMachine):
@@ -349,7 +350,7 @@ class CacheMachine(OperationsMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=30,
+    max_examples=examples(100),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

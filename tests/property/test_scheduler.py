@@ -14,6 +14,7 @@ from inference_svc.core.scheduling.page_groups import page_groups
 from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, SchedulerWorld, Turn
+from tests.sampled import examples
 
 MOST_DRAFTED = 4
 
@@ -205,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=20,
+    max_examples=examples(50),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -350,7 +351,7 @@ def check_traffic(seeds: range, num_rounds: int) -> None:
 
 def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
     """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
-    check_traffic(range(60), 150)
+    check_traffic(range(30), 150)
 
 
 @pytest.mark.long

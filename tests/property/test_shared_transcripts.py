@@ -38,6 +38,7 @@ from shared.encryption.sealer import Sealer
 from shared.process.backoff import Backoff
 from shared.types.session_key import SessionKey
 from tests.faulty_store import CrashError, FaultyStore, Odds, View
+from tests.sampled import sampled
 
 KEYS = tuple(SessionKey("default", "model", name) for name in ("a", "b"))
 ODDS = Odds(crash=0.02, fails=0.05, lies=0.04, late=0.04)
@@ -206,10 +207,10 @@ class World:
                 assert ([one.request_id for one in found.turns] if found else []) == names
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sampled([str(seed) for seed in range(12)], 5, seed=1))
 async def test_no_turn_in_the_store_is_lost(seed, tmp_path):
     """Sixty operations with faults, then time to catch up."""
-    world = World(Random(seed), tmp_path)  # noqa: S311
+    world = World(Random(int(seed)), tmp_path)  # noqa: S311
     for _ in range(60):
         await world.step()
     await world.settle()

@@ -15,6 +15,7 @@ from kvd.core.records.records import LoadAnswer, StoreAnswer
 from tests.property.cache_turns import ENGINE_IDS, KEYS, PHRASES, TOKENS, Store
 from tests.property.cache_world import LAYOUT, Row, compute, to_bytes
 from tests.property.test_cache_engine import CacheMachine
+from tests.sampled import examples
 
 STATE_LAYOUT = replace(LAYOUT, position_mode="coupled", state_bytes=LAYOUT.block_bytes + 1)
 NUM_PARTS = STATE_LAYOUT.state_slots
@@ -95,7 +96,7 @@ class StateMachine(CacheMachine):
 
 
 StateMachine.TestCase.settings = settings(
-    CacheMachine.TestCase.settings, max_examples=15, stateful_step_count=40
+    CacheMachine.TestCase.settings, max_examples=examples(40), stateful_step_count=40
 )
 TestStateEngine = StateMachine.TestCase
 

@@ -16,6 +16,7 @@ from kvd.core.records.records import LoadAnswer, StoreAnswer
 from tests.property.cache_turns import ENGINE_IDS, KEYS, PHRASES, TOKENS, Store
 from tests.property.cache_world import BLOCK_TOKENS, LAYOUT, SHAPE, Row, compute
 from tests.property.test_cache_engine import CacheMachine
+from tests.sampled import examples
 
 WINDOW = 6
 _LAYER = LAYOUT.layers[0]
@@ -121,7 +122,7 @@ class WindowMachine(CacheMachine):
 
 
 WindowMachine.TestCase.settings = settings(
-    CacheMachine.TestCase.settings, max_examples=15, stateful_step_count=40
+    CacheMachine.TestCase.settings, max_examples=examples(40), stateful_step_count=40
 )
 TestWindowEngine = WindowMachine.TestCase
 

@@ -67,6 +67,19 @@ async def test_a_missing_service(tmp_path):
         await service.close()
 
 
+async def test_a_running_service(tiny_model, tmp_path):
+    """It has the number of turns that it computes at once, and accepts some."""
+    async with InferenceProcess(tiny_model, tmp_path, flags=["--max-running", "3"]) as process:
+        service = LocalService(ServiceAddress(process.address), most_sessions=4)
+        try:
+            await service.check()
+            assert await service.report() == ServerReport(num_places=3)
+            await service.record_session("ann", "s-nobody")
+            assert list(service.sessions.as_dict().values()) == [0]
+        finally:
+            await service.close()
+
+
 async def test_waiting_for_a_service(tiny_model, tmp_path, caplog):
     """The reason is logged once; a caller that stops waiting gets it, too."""
     process = InferenceProcess(tiny_model, tmp_path)
@@ -82,16 +95,3 @@ async def test_waiting_for_a_service(tiny_model, tmp_path, caplog):
     finally:
         await service.close()
         await process.stop()
-
-
-async def test_a_running_service(tiny_model, tmp_path):
-    """It has the number of turns that it computes at once, and accepts some."""
-    async with InferenceProcess(tiny_model, tmp_path, flags=["--max-running", "3"]) as process:
-        service = LocalService(ServiceAddress(process.address), most_sessions=4)
-        try:
-            await service.check()
-            assert await service.report() == ServerReport(num_places=3)
-            await service.record_session("ann", "s-nobody")
-            assert list(service.sessions.as_dict().values()) == [0]
-        finally:
-            await service.close()

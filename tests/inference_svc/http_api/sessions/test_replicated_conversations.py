@@ -680,7 +680,9 @@ class Scene:
         assert self.said - self.may_go <= set(found), "nothing is lost"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))]
+)
 async def test_no_fault_of_the_store_loses_or_restores_items(seed, servers):
     """Forty requests with faults, then time to settle."""
     random = Random(seed)  # noqa: S311

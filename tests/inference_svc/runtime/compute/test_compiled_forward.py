@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.compute import compiled_forward
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.compiled_forward import compile_forward
@@ -113,7 +114,7 @@ def check_same(model, runner, computed=None, to_the_bit=False, close=CLOSE):
         torch.testing.assert_close(found, computed_tokens, **close)
 
 
-@pytest.mark.parametrize("name", sampled(FAMILIES, 6, seed=3, always=("llama", "gemma2")))
+@pytest.mark.parametrize("name", sampled(FAMILIES, 4, seed=3, always=("llama", "gemma2")))
 def test_a_graph_gives_what_the_forward_gives(tiny, graph_runner, name):
     """What is written to the bit: in prefill and decoding, with a write buffer and without."""
     check_same(tiny(name), graph_runner(name), to_the_bit=True)
@@ -211,13 +212,14 @@ def test_steps_of_more_tokens_than_any_graph_has_are_computed(tiny, build):
     assert compiled.num_run == 0
 
 
-def test_a_forward_with_too_many_ranges_is_refused(build):
-    """Each graph takes its time."""
+def test_a_forward_with_too_many_ranges_is_refused(build, monkeypatch):
+    """Each graph takes its time; here there may be two."""
+    monkeypatch.setattr(compiled_forward, "MOST_GRAPHS", 2)
 
     def change(states):
-        return states * sum(states.shape[1] <= number for number in range(3, 50, 3))
+        return states * sum(states.shape[1] <= number for number in (3, 6, 9))
 
-    with pytest.raises(UntraceableError, match="more than 6 graphs"):
+    with pytest.raises(UntraceableError, match="more than 2 graphs"):
         compile_forward(*changed(build, change), EAGER)
 
 

@@ -53,7 +53,7 @@ def taken(graph):
 
 
 @pytest.mark.parametrize(
-    "name", sampled(FAMILIES, 5, seed=8, always=("llama", "gemma4-wide", "gpt2"))
+    "name", sampled(FAMILIES, 3, seed=8, always=("llama", "gemma4-wide", "gpt2"))
 )
 def test_the_last_layer_attends_for_wanted_tokens_only(tiny, name):
     """The others need the attention of all tokens."""

@@ -23,6 +23,7 @@ from tests.held_windows import (
     token_ids,
 )
 from tests.recorded_graph import RecordedGraphs
+from tests.sampled import sampled
 from tests.split_attention import attend_pages
 
 
@@ -64,7 +65,9 @@ def test_kernels_agree_with_kv_that_keeps_all(tiny, name, kernel):
     model = tiny(name, has_windows=True)
     windowed = OnPages(model)
     windowed.runner = ModelRunner(model.loaded, model.calibration, PagedAttention(kernel))
-    check_answers(windowed, 1, 1e-4, sizes=(1, 5, STEP))
+    # A step takes Triton's interpreter as long with one token as with many.
+    sizes = (1, 5, STEP) if kernel is attend_pages else (1, STEP, STEP)
+    check_answers(windowed, 1, 1e-4, sizes)
 
 
 def test_a_sequence_continues_on_pages_of_another(model, windowed):
@@ -117,6 +120,9 @@ def test_a_page_is_copied_in_whatever_group_it_is(windowed):
         assert torch.equal(old, new)
 
 
+@pytest.mark.parametrize(
+    "model", sampled(NAMES, 4, seed=1, always=("gpt-oss", "gemma4")), indirect=True
+)
 def test_a_replayed_step_equals_the_computed_one(model, windowed):
     """A sheet has the pages of each group; its proof holds."""
     loaded, calibration = model.loaded, model.calibration

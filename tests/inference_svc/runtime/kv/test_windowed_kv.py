@@ -24,6 +24,9 @@ from tests.held_windows import (
     check_answers,
     token_ids,
 )
+from tests.sampled import sampled_cases
+
+BOTH = [SideBySide, OnPages]
 
 
 def components_of(kv, layer_index, first):
@@ -36,12 +39,12 @@ def model(tiny, request):
     return tiny(request.param, has_windows=True)
 
 
-@pytest.fixture(params=[SideBySide, OnPages])
+@pytest.fixture(params=BOTH)
 def holding(model, request):
     return request.param(model)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_answers_equal_those_of_kv_that_keeps_all(holding, seed):
     """Chunk by chunk and token by token, wherever the rows are full."""
     check_answers(holding, seed, 1e-5)
@@ -84,7 +87,11 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("what", list(RANGES))
+@pytest.mark.parametrize(
+    ("model", "holding", "what"),
+    sampled_cases(NAMES, BOTH, list(RANGES), count=27, seed=1),
+    indirect=["model", "holding"],
+)
 def test_a_discard_moves_rows_as_in_kv_that_keeps_all(model, holding, what):
     """Re-embedded, to any row or page of a window, and usable afterwards."""
     ranges, holds_all = RANGES[what], HoldsAll(model)
@@ -110,8 +117,11 @@ def test_a_discard_moves_rows_as_in_kv_that_keeps_all(model, holding, what):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("source_kind", list(KINDS))
-@pytest.mark.parametrize("target_kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("model", "source_kind", "target_kind"),
+    sampled_cases(NAMES, list(KINDS), list(KINDS), count=27, seed=2),
+    indirect=["model"],
+)
 def test_a_copy_has_the_tokens_that_both_keep(model, source_kind, target_kind):
     """Of a prefix with which another session continues."""
     given, taken, rows = (
@@ -134,8 +144,11 @@ def test_a_copy_has_the_tokens_that_both_keep(model, source_kind, target_kind):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("needs", ["window", "accumulated"])
-@pytest.mark.parametrize("kind", [SideBySide, OnPages])
+@pytest.mark.parametrize(
+    ("model", "kind", "needs"),
+    sampled_cases(NAMES, BOTH, ["window", "accumulated"], count=18, seed=3),
+    indirect=["model"],
+)
 def test_scores_equal_those_of_kv_that_keeps_all(model, kind, needs):
     """Queries that waited for the prompt's last ones see as many keys."""
     tokens, scores = token_ids(8, 90), []

@@ -31,6 +31,7 @@ from tests.kvd.core.turns import (
     tiers_of,
 )
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld, compute, to_bytes
+from tests.sampled import sampled
 
 WHOLE = SHAPE.sectors_per_extent
 BESIDE = [7] * 4
@@ -300,10 +301,10 @@ def test_stores_find_room_while_blocks_are_moved():
     assert counter(world, "ssd_refused") == 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", sampled([str(seed) for seed in range(40)], 10, seed=1))
 def test_at_random_what_stays_is_served_to_the_byte(seed):
     """Sizes, kills, stores of any length and loads, with completions in any order."""
-    random = Random(seed)  # noqa: S311
+    random = Random(int(seed))  # noqa: S311
     world = new_world(num_slots=24, num_extents=24)
     keys = [SessionKey("a", MODEL, str(number)) for number in range(12)]
     tokens: dict[SessionKey, list[int]] = {key: [] for key in keys}

@@ -24,7 +24,7 @@ from tests.property.cache_world import to_bytes
 
 PROMPT = [number for block in range(4) for number in [100 + block] * 4]
 PROMPT_BLOCKS = 4
-FEW, MANY = 16, 64  # sessions; more take long, because all invariants are checked after each call
+FEW, MANY = 16, 48  # sessions; more take long, because all invariants are checked after each call
 
 
 class CountedKey(SessionKey):
