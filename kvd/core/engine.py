@@ -204,8 +204,7 @@ class CacheEngine:
         entries = self.index_line.take(max_index_bytes, state.now_ns)
         self.writes.resume()  # writes may have waited because the index was far behind
         self._announcer.consider()
-        journal = state.journal.take()
-        return [*(() if journal is None else (journal,)), *entries, *state.outbox.drain()]
+        return [*state.journal.drain(), *entries, *state.outbox.drain()]
 
     # ------------------------------------------------------------------------------- begin and end
 

@@ -23,7 +23,8 @@ constexpr int64_t BLOCK = 768;       // rows of queries, for which a tile is pac
 constexpr int64_t LEAST_BLOCK = 64;  // where there are more threads than larger blocks
 constexpr int64_t SERIAL = 1 << 15;  // multiplications for which no other thread is woken
 
-// heads: of queries. scale: more than 0. softcap: 0 if there is none. query: [tokens, heads, dim]; out: [tokens, heads, value_dim].
+// heads: of queries. scale: more than 0. softcap: 0 if there is none.
+// query: [tokens, heads, dim]; out: [tokens, heads, value_dim].
 template <typename T>
 struct Call {
   int64_t kv_heads, group, dim, value_dim;

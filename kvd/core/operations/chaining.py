@@ -33,7 +33,6 @@ class Chaining:
     Attributes:
         root: parent key of the first block.
         is_named: whether a lineage was named.
-        is_straight: whether each block's parent key is the chain key before it, up to the end.
         lineage: the lineage that the keys follow; WHOLE if none is named.
     """
 
@@ -50,7 +49,6 @@ class Chaining:
         self.is_named = lineage is not None
         self.lineage = WHOLE if lineage is None or self._is_coupled else lineage
         self._turns_at = None if self.lineage.is_whole else self.lineage.clean_tokens
-        self.is_straight = self._turns_at is None
 
     def under(self, lineage: Lineage | None) -> "Chaining":
         """Return the chaining of another lineage of the same tenant, with the root reused."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.records.entries import Span, plain_span
+from kvd.core.records.entries import Span, is_plain, plain_span
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
@@ -166,7 +166,7 @@ def match_session(
     chain = chaining.root
     offset = 0
     reason = session.lost or "not_stored"
-    is_straight = chaining.is_straight
+    is_whole = chaining.lineage.is_whole  # so a parent key is the chain key before it
     for span in _spans(state, session):
         end = offset + span.num_tokens
         if end > num_tokens:
@@ -174,11 +174,11 @@ def match_session(
         tokens = token_ids[offset * TOKEN_BYTES : end * TOKEN_BYTES]
         block = state.blocks.get(span.block_key)  # None: it is packed
         is_known = (
-            is_straight
+            is_whole
             and block is not None
             and block.parent == chain
             and block.token_ids == tokens
-            and not span.tokens_digest
+            and is_plain(span)
         )
         if not is_known and not chaining.holds(span, chain, offset, tokens):
             reason = "tokens_differ"
@@ -186,7 +186,7 @@ def match_session(
         if block is None:
             block = state.find_block(span.block_key)
             assert block is not None, "a session's blocks are there"
-        if is_straight and not span.tokens_digest:
+        if is_whole and is_plain(span):
             block.parent = chain
         pieces.append(Piece(span, block, offset))
         chain, offset = span.chain, end
@@ -258,7 +258,7 @@ def _removal_reason(state: CacheState, key: SessionKey) -> str:
 def _on_chain(pieces: list[Piece], chaining: Chaining) -> list[Piece]:
     """Return the first pieces of a match to which the content chain from the root leads, too."""
     for index, (span, _, offset) in enumerate(pieces):
-        is_discarded = bool(span.tokens_digest) or span.block_key != span.chain
+        is_discarded = not is_plain(span) or span.block_key != span.chain
         if is_discarded or offset + span.num_tokens != chaining.end_of_block(offset):
             return pieces[:index]
     return pieces

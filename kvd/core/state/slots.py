@@ -51,12 +51,10 @@ class Journal:
         self.states: dict[int, SlotState] = {}
         self._changes: dict[int, SlotRecord | None] = {}  # not written yet; only the last of a slot
 
-    def take(self) -> WriteJournal | None:
-        """Return the changes since the last call; None: there are none."""
-        if not self._changes:
-            return None
+    def drain(self) -> list[WriteJournal]:
+        """Return the action that writes all changes since the last drain, if there are any."""
         changes, self._changes = self._changes, {}
-        return WriteJournal(changes)
+        return [WriteJournal(changes)] if changes else []
 
     def put_writing(self, slots: Iterable[tuple[int, int]], lease_id: int, engine_id: int) -> None:
         """Record that an engine writes to slots, (slot id, generation) each, under a lease."""
