@@ -30,7 +30,7 @@ from inference_svc.runtime.model.remembered_file import RememberedFile
 from inference_svc.runtime.positions.recipes import Calibration
 from shared.process.log import get_logger
 
-FORMAT = b"forwards 2"  # files of another format are ignored
+FORMAT = b"forwards 3"  # files of another format are ignored
 MOST_FORWARDS = 4  # of 2 MiB each
 WEIGHTS = "weights"  # the key of a weight's names
 

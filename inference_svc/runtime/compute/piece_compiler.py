@@ -63,6 +63,8 @@ class Inductor:
 
         options = {
             "size_asserts": False,  # each call would check the shape of every argument
+            # On a CPU, what calls the kernels is C++, too: it takes half of Python's time.
+            "cpp_wrapper": all(tensor.device.type == "cpu" for tensor in inputs),
             # A part of the key under which kernels are cached on disk, unlike torch's own number.
             "cpp.threads": torch.get_num_threads(),
         }
