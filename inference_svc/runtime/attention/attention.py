@@ -1,7 +1,8 @@
 """Attention back-ends: the interface between a forward and the code that attends over KV.
 
 A back-end is called once per step with all parts (`prepare`), where it may plan, cut views and
-allocate, and then once per attention call of the model (`attend`). It reads KV and writes nothing.
+allocate, and then once per attention call of the model (`attend`). It reads KV and writes nothing,
+unless it offers to write a step's new tokens itself (`WritingAttention`).
 `TorchAttention` is the portable one; `paged_attention.PagedAttention` is for devices with a kernel
 that reads pages.
 
@@ -9,6 +10,7 @@ A part's result must not depend on the other parts: otherwise a session's answer
 the load of the server.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,7 +24,7 @@ from inference_svc.runtime.attention.softmax_attention import (
     attend_one,
     can_attend_one,
 )
-from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 _ALL = AttentionOptions()  # no window: all tokens are visible
 VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # by part: (keys, values), by layer
@@ -36,11 +38,13 @@ class Part(NamedTuple):
         num_tokens: number of new tokens that attend; their KV is written before `attend` is called.
         num_before: number of new tokens before them, which do not. The first of all is in slot
             `kv.num_tokens`.
+        write_buffer: also has to receive the tokens, of which it has none yet; None: none has.
     """
 
     kv: SequenceKv
     num_tokens: int
     num_before: int = 0
+    write_buffer: WriteBuffer | None = None
 
     @property
     def length(self) -> int:
@@ -57,6 +61,32 @@ class StepAttention(Protocol):
         Args:
             query: [1, heads, tokens, head_dim], the parts one after another.
             layer_index: the layer whose KV is read; the new tokens' KV is already written.
+            options: scale, softcap, sinks and window of this call.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
+
+
+class WritingAttention(ABC):
+    """The attention of a step in which every part is one token; it can write them, too."""
+
+    @abstractmethod
+    def write_and_attend(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        unrotated: tuple[Tensor, Tensor],
+        layer_index: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Write a layer's new tokens to KV and to write buffers, then attend.
+
+        Args:
+            query: as `StepAttention.attend` takes it.
+            new: key and value, [1, kv_heads, tokens, dim] each.
+            unrotated: key and value before RoPE, [tokens, kv_heads, dim] each.
+            layer_index: the layer.
             options: scale, softcap, sinks and window of this call.
 
         Returns:

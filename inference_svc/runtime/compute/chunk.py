@@ -56,6 +56,11 @@ class Chunk:
             return self.end_token
         return min(max(self.kv.num_tokens, self.write_buffer.first_token), self.end_token)
 
+    @property
+    def receiving_buffer(self) -> WriteBuffer | None:
+        """The write buffer if tokens of the chunk go to it."""
+        return self.write_buffer if self.first_written_token < self.end_token else None
+
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
     """Raise AssertionError unless one step can append all of these chunks."""

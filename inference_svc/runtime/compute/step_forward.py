@@ -23,7 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import AttentionBackend, Part, StepAttention
+from inference_svc.runtime.attention.attention import (
+    AttentionBackend,
+    Part,
+    StepAttention,
+    WritingAttention,
+)
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.step_places import StepPlaces
@@ -132,13 +137,21 @@ class StepForward:
         self, layer_index: int, key: Tensor, value: Tensor, unrotated: Sequence[Tensor]
     ) -> None:
         """Write as `update_cache` does; `unrotated` is not read if no write buffer needs it."""
-        if layer_index != self._num_cached:
-            raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
-        self._num_cached += 1
+        self._begin(layer_index)
         self._places.new_tokens.write(layer_index, key, value)
         for buffered in self._places.buffered:
             buffered.write(layer_index, *unrotated)
         self._calls.clear()
+        self._open_clock(layer_index)
+
+    def _begin(self, layer_index: int) -> None:
+        """Count a layer that is being written."""
+        if layer_index != self._num_cached:
+            raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
+        self._num_cached += 1
+
+    def _open_clock(self, layer_index: int) -> None:
+        """Open the clock for a layer whose keys and values are written, if its index keys are."""
         is_whole = self._layers[layer_index].index is None or layer_index == self._last_indexed
         if self._clock is not None and is_whole:
             self._clock.on_enqueued(self._num_cached)
@@ -255,8 +268,17 @@ class RaggedForward(StepForward):
         super().__init__(calibration, chunks, StepPlaces.of(chunks), clock)
         self._attention = attention
         self._step_attention = attention.prepare(
-            [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
+            [
+                Part(chunk.kv, len(chunk.token_ids), write_buffer=chunk.receiving_buffer)
+                for chunk in chunks
+            ]
         )
+        self._writing = None
+        if isinstance(self._step_attention, WritingAttention) and not self._is_scored:
+            self._writing = self._step_attention
+        self._num_tokens = sum(self._sizes)
+        self._num_wanted = sum(chunk.num_rows for chunk in chunks)
+        self._wants_all = self._num_wanted == self._num_tokens
         self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks if self._is_scored]
 
     def attend(
@@ -281,6 +303,28 @@ class RaggedForward(StepForward):
             self._report(query.split_with_sizes(self._sizes, 2), keys, call_options)
         return attended
 
+    def write_and_attend(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        unrotated: tuple[Tensor, Tensor],
+        layer_index: int,
+        options: dict[str, Any],
+        *,
+        is_whole: bool,
+    ) -> Tensor:
+        """See the base class; where a kernel writes and attends, it is one call of the kernel."""
+        is_all = query.shape[2] == self._num_tokens and (is_whole or self._wants_all)
+        if self._writing is None or not is_all or not _is_same_dtype(query, *new, *unrotated):
+            return super().write_and_attend(
+                query, new, unrotated, layer_index, options, is_whole=is_whole
+            )
+        self._begin(layer_index)
+        _, call_options = self._await_call(options)
+        attended = self._writing.write_and_attend(query, new, unrotated, layer_index, call_options)
+        self._open_clock(layer_index)
+        return attended
+
     def attend_wanted(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
@@ -302,15 +346,14 @@ class RaggedForward(StepForward):
             for chunk in self._chunks
             if chunk.num_rows
         ]
-        num_wanted = sum(part.num_tokens for part in wanted)
-        if num_wanted == num_rows == sum(self._sizes):  # all of them, as where all sequences decode
+        if self._wants_all and num_rows == self._num_tokens:  # as where all sequences decode
             return self.attend(query, key, value, None, options)
         call, call_options = self._await_call(options)
         attended = query.new_zeros(1, num_rows, num_heads, value.shape[3])
         if wanted:
             step = self._attention.prepare(wanted)
-            attended[:, :num_wanted] = step.attend(
-                query[:, :, :num_wanted], call.layer_index, call_options
+            attended[:, : self._num_wanted] = step.attend(
+                query[:, :, : self._num_wanted], call.layer_index, call_options
             )
         return attended
 
@@ -320,6 +363,11 @@ class RaggedForward(StepForward):
         for gate in self._gates:
             gate.wait(call.layer_index)
         return call, call_options
+
+
+def _is_same_dtype(query: Tensor, key: Tensor, value: Tensor, *unrotated: Tensor) -> bool:
+    first_key, first_value = unrotated
+    return query.dtype == key.dtype == value.dtype == first_key.dtype == first_value.dtype
 
 
 class DecodeForward(StepForward):

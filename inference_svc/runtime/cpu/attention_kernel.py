@@ -21,8 +21,9 @@ from inference_svc.runtime.kv.layer_tensors import LayerShape
 
 DIM_STEP = 16  # heads have a multiple of so many elements
 DTYPES = (torch.float32, torch.bfloat16)
-# Indices of numbers of `Part` in the sources.
-PAGES, PAGE_TOKENS, FIRST, END, NUM_TOKENS, FIRSTS = 2, 3, 4, 5, 10, 11
+# Numbers of `Part` in the sources: indices of some, and how many there are.
+PAGES, PAGE_TOKENS, FIRST, END, NUM_TOKENS, FIRSTS, KEY_ROW, VALUE_ROW = 2, 3, 4, 5, 10, 11, 12, 13
+PART_NUMBERS = 14
 PROOF_LENGTHS = (1300, 7)  # tokens: two of the kernel's splits, and less than a tile
 PROOF_TOKENS = (150, 5)  # new ones of each in a prefill: with many heads, more than a block of rows
 PROOF_GROUPS = (1, 3, 8)  # query heads of a key head: a part of a block, and more than one
@@ -51,6 +52,7 @@ class AttentionKernel:
         register(library)
         self._decode = torch.ops.cachedattention.attend_decode.default
         self._prefill = torch.ops.cachedattention.attend_prefill.default
+        self._write_and_decode = torch.ops.cachedattention.write_and_attend_decode.default
         library.panel_depth.restype = ctypes.c_int64
         self._prefilled = {
             dtype for dtype in DTYPES if library.panel_depth(int(dtype == torch.bfloat16))
@@ -85,6 +87,34 @@ class AttentionKernel:
             [1, parts, heads, value_dim]
         """
         attended: Tensor = self._decode(query, parts, *layer, *_scoring(query, options))
+        return attended
+
+    def write_and_decode(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        unrotated: tuple[Tensor, Tensor],
+        parts: Tensor,
+        layer_index: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Write one token of each part to KV, and to write buffers that `parts` names, and attend.
+
+        Args:
+            query: see `decode`.
+            new: key and value, [1, kv_heads, parts, dim] each, of the query's dtype.
+            unrotated: key and value before RoPE, [parts, kv_heads, dim] each, of this dtype, too.
+            parts: see `decode`.
+            layer_index: the layer's index.
+            options: see `decode`.
+
+        Returns:
+            [1, parts, heads, value_dim]
+        """
+        scoring = _scoring(query, options)
+        attended: Tensor = self._write_and_decode(
+            query, *new, *unrotated, parts, layer_index, *scoring
+        )
         return attended
 
     def prefill(
@@ -173,7 +203,7 @@ def _proof_rows(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _contiguous_part(keys: Tensor, values: Tensor, length: int, count: int) -> list[int]:
     """Return the numbers of a part: `count` tokens behind others, of [kv_heads, tokens, dim]."""
     strides = [*keys.stride()[:2], *values.stride()[:2]]
-    return [keys.data_ptr(), values.data_ptr(), 0, 0, 0, length, *strides, count, 0]
+    return [keys.data_ptr(), values.data_ptr(), 0, 0, 0, length, *strides, count, 0, 0, 0]
 
 
 def _plain_softmax(

@@ -17,15 +17,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention.attention import Part, StepAttention, TorchAttention
+from inference_svc.runtime.attention.attention import (
+    Part,
+    StepAttention,
+    TorchAttention,
+    WritingAttention,
+)
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.attention_kernel import (
     END,
     FIRST,
     FIRSTS,
+    KEY_ROW,
     NUM_TOKENS,
     PAGE_TOKENS,
     PAGES,
+    PART_NUMBERS,
+    VALUE_ROW,
     AttendedLayer,
     AttentionKernel,
 )
@@ -62,16 +70,21 @@ class CpuAttention:
         lone = [part for part in parts if part.num_tokens == 1]
         several = [part for part in parts if part.num_tokens > 1]
         if not several:
-            return self._by_kernel(lone)
+            return LoneAttention(self._kernel, self._placed(lone))
         # All layers have the same dtype.
         can_prefill = self._kernel.can_prefill(_layers_of(parts[0].kv.keys)[0].dtype)
-        rest = self._by_kernel(several) if can_prefill else self._portable.prepare(several)
+        rest = (
+            KernelAttention(self._kernel, self._placed(several))
+            if can_prefill
+            else self._portable.prepare(several)
+        )
         if not lone:
             return rest
-        return MixedAttention(self._by_kernel(lone), rest, [part.num_tokens for part in parts])
+        lone_attention = LoneAttention(self._kernel, self._placed(lone))
+        return MixedAttention(lone_attention, rest, [part.num_tokens for part in parts])
 
-    def _by_kernel(self, parts: Sequence[Part]) -> StepAttention:
-        return KernelAttention(self._kernel, [(part, self._places_of(part.kv)) for part in parts])
+    def _placed(self, parts: Sequence[Part]) -> list[tuple[Part, _Places]]:
+        return [(part, self._places_of(part.kv)) for part in parts]
 
     def _places_of(self, kv: SequenceKv) -> _Places:
         places = self._places.get(kv)
@@ -83,16 +96,16 @@ class CpuAttention:
 class KernelAttention:
     """The attention of parts by one kernel; see `StepAttention` for shapes.
 
-    All parts have one token, or all have several.
+    All parts have several tokens, or all have one (`LoneAttention`).
     """
 
     def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, _Places]]) -> None:
         """Store the parts, each with the places of its KV."""
-        self._parts = parts
-        self._attend = kernel.decode if parts[0][0].num_tokens == 1 else kernel.prefill
+        self._parts, self._kernel = parts, kernel
+        self._attend = kernel.prefill
         self._layers = parts[0][1].layers
         # By window and chunk [layers, parts, numbers].
-        self._addresses: dict[tuple[int | None, int | None], Tensor] = {}
+        self._found: dict[tuple[int | None, int | None], Tensor] = {}
         # These are kept until the step is over, as their addresses are.
         self._firsts: list[Addresses] = []
         self._tables = [
@@ -104,10 +117,14 @@ class KernelAttention:
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
         """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
+        return self._attend(query, self._addresses(options), self._layers[layer_index], options)
+
+    def _addresses(self, options: AttentionOptions) -> Tensor:
         kind = (options.window, options.chunk)
-        if kind not in self._addresses:
-            self._addresses[kind] = self._find_addresses(options)
-        return self._attend(query, self._addresses[kind], self._layers[layer_index], options)
+        found = self._found.get(kind)
+        if found is None:
+            found = self._found[kind] = self._find_addresses(options)
+        return found
 
     def _find_addresses(self, options: AttentionOptions) -> Tensor:
         """Return the parts' numbers by layer, for calls with this window and chunk."""
@@ -133,8 +150,35 @@ class KernelAttention:
             if part.num_tokens > 1:
                 self._firsts.append(firsts)
                 numbers[:, FIRSTS] = firsts.ctypes.data + np.arange(len(firsts)) * firsts.strides[0]
+            elif part.write_buffer is not None:
+                (slot,) = part.write_buffer.slots_of(part.length - 1, 1)
+                for number, rows in zip(
+                    (KEY_ROW, VALUE_ROW), part.write_buffer.components, strict=True
+                ):
+                    numbers[:, number] = [layer[slot].data_ptr() for layer in rows.layers]
             by_part.append(numbers)
         return torch.from_numpy(np.stack(by_part, axis=1))
+
+
+class LoneAttention(KernelAttention, WritingAttention):
+    """The attention of parts of one token each, which it can also write."""
+
+    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, _Places]]) -> None:
+        """Store the parts, each with the places of its KV."""
+        super().__init__(kernel, parts)
+        self._attend = kernel.decode
+
+    def write_and_attend(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        unrotated: tuple[Tensor, Tensor],
+        layer_index: int,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Write the parts' tokens and attend, [1, tokens, heads, value_dim]; see the base class."""
+        numbers = self._addresses(options)
+        return self._kernel.write_and_decode(query, new, unrotated, numbers, layer_index, options)
 
 
 class MixedAttention:
@@ -171,7 +215,8 @@ def _find_places(kv: SequenceKv) -> _Places:
     layers: list[AttendedLayer] = []
     for keys, values in zip(_layers_of(kv.keys), _layers_of(kv.values), strict=True):
         strides = (keys.stride(head), keys.stride(slot), values.stride(head), values.stride(slot))
-        rows.append((keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides, 0, 0))
+        place = (keys.data_ptr(), values.data_ptr(), 0, 0, 0, 0, *strides)
+        rows.append(place + (0,) * (PART_NUMBERS - len(place)))
         layers.append(AttendedLayer(len(layers), values.shape[head], values.shape[-1]))
     numbers = np.array(rows, np.int64)
     if isinstance(kv, PagedKv):

@@ -212,7 +212,39 @@ void attend(const Part* parts, int64_t num_parts, const Call& call, const T* que
   }
 }
 
+// Copy the row of the token with this index.
+template <typename T>
+void copy_row(const NewRows& rows, int64_t index, int64_t kv_heads, T* target, int64_t head_stride) {
+  const T* row = static_cast<const T*>(rows.first) + index * rows.token;
+  for (int64_t head = 0; head < kv_heads; ++head)
+    std::memcpy(target + head * head_stride, row + head * rows.head, rows.size * sizeof(T));
+}
+
+template <typename T>
+void write(const Part* parts, int64_t num_parts, int64_t kv_heads, const NewRows& key, const NewRows& value,
+           const NewRows& unrotated_key, const NewRows& unrotated_value) {
+  for (int64_t p = 0; p < num_parts; ++p) {
+    const Part& part = parts[p];
+    for_each_run(part, part.end - 1, 1, [&](int64_t, int64_t slot, int64_t) {
+      copy_row(key, p, kv_heads, reinterpret_cast<T*>(part.keys) + slot * part.key_token, part.key_head);
+      copy_row(value, p, kv_heads, reinterpret_cast<T*>(part.values) + slot * part.value_token, part.value_head);
+    });
+    if (!part.key_row) continue;
+    copy_row(unrotated_key, p, kv_heads, reinterpret_cast<T*>(part.key_row), unrotated_key.size);
+    copy_row(unrotated_value, p, kv_heads, reinterpret_cast<T*>(part.value_row), unrotated_value.size);
+  }
+}
+
 }  // namespace
+
+// Write one layer's new tokens, one of each part: as attention reads them to the part's last position, and as they are
+// before RoPE to its write buffer. All are of float or bfloat16. Nothing here can fail.
+extern "C" void write_tokens(const Part* parts, int64_t num_parts, int64_t kv_heads, const NewRows* key,
+                             const NewRows* value, const NewRows* unrotated_key, const NewRows* unrotated_value,
+                             int is_bfloat16) {
+  const auto write_rows = is_bfloat16 ? write<Bfloat16> : write<float>;
+  write_rows(parts, num_parts, kv_heads, *key, *value, *unrotated_key, *unrotated_value);
+}
 
 // Return how many floats of scratch memory `attend_decode` needs for these parts.
 extern "C" int64_t scratch_size(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group,

@@ -14,11 +14,22 @@ struct Part {
   int64_t value_head, value_token;
   int64_t num_tokens;            // new ones, the last of these positions; 1 in decode steps
   int64_t firsts;                // address of the int64 first position that each new token sees; 0: `first`
+  int64_t key_row, value_row;    // addresses in a write buffer, [kv_heads, dim] each; 0: nothing is written there
 };
+
+// New tokens' rows: one token of each part, whose heads have `size` elements side by side; strides are in elements.
+struct NewRows {
+  const void* first;
+  int64_t token, head, size;
+};
+
 
 extern "C" void attend_decode(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group, int64_t dim,
                               int64_t value_dim, float scale, float softcap, const float* sinks, const void* query,
                               float* scratch, void* out, int is_bfloat16, int threads);
+extern "C" void write_tokens(const Part* parts, int64_t num_parts, int64_t kv_heads, const NewRows* key,
+                             const NewRows* value, const NewRows* unrotated_key, const NewRows* unrotated_value,
+                             int is_bfloat16);
 extern "C" int64_t scratch_size(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group,
                                 int64_t value_dim);
 extern "C" void attend_prefill(const Part* parts, int64_t num_parts, int64_t kv_heads, int64_t group, int64_t dim,

@@ -68,17 +68,49 @@ struct Attention {
   Tensor out;
 };
 
-Tensor decode(const Tensor& query, const Tensor& parts, int64_t layer, int64_t kv_heads, int64_t value_dim,
-              double scale, double softcap, const std::optional<Tensor>& sinks) {
-  const Attention call(query, parts, layer, kv_heads, value_dim);
+Tensor attend_lone(const Attention& call, int64_t kv_heads, int64_t value_dim, double scale, double softcap,
+                   const std::optional<Tensor>& sinks) {
   const int64_t group = call.heads / kv_heads;
   // Without zeros, which a vector would write.
   const std::unique_ptr<float[]> scratch(
       new float[scratch_size(call.parts, call.num_parts, kv_heads, group, value_dim)]);
   attend_decode(call.parts, call.num_parts, kv_heads, group, call.dim, value_dim, float(scale), float(softcap),
                 static_cast<const float*>(address(sinks)), call.query.const_data_ptr(), scratch.get(),
-                call.out.mutable_data_ptr(), is_bfloat16(query), num_threads());
+                call.out.mutable_data_ptr(), is_bfloat16(call.query), num_threads());
   return call.out;
+}
+
+Tensor decode(const Tensor& query, const Tensor& parts, int64_t layer, int64_t kv_heads, int64_t value_dim,
+              double scale, double softcap, const std::optional<Tensor>& sinks) {
+  return attend_lone(Attention(query, parts, layer, kv_heads, value_dim), kv_heads, value_dim, scale, softcap, sinks);
+}
+
+// The new tokens' rows in a tensor, of which one dimension is tokens, another one heads, and the last one elements.
+struct Rows {
+  Rows(const Tensor& tensor, int64_t tokens, int64_t heads)
+      : held(tensor.stride(tensor.dim() - 1) == 1 ? tensor : torch::stable::contiguous(tensor)),
+        rows{held.const_data_ptr(), held.stride(tokens), held.stride(heads), held.size(held.dim() - 1)} {}
+
+  const Tensor held;
+  const NewRows rows;
+};
+
+// key and value: [1, kv_heads, parts, dim]; those before RoPE: [parts, kv_heads, dim]; all with any strides.
+Tensor write_and_decode(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& unrotated_key,
+                        const Tensor& unrotated_value, const Tensor& parts, int64_t layer, double scale,
+                        double softcap, const std::optional<Tensor>& sinks) {
+  const int64_t kv_heads = key.size(1), value_dim = value.size(3), num_parts = parts.size(1);
+  const ScalarType type = query.scalar_type();
+  for (const Tensor& given : {key, value, unrotated_key, unrotated_value})
+    STD_TORCH_CHECK(given.scalar_type() == type, "keys or values of ", toString(given.scalar_type()),
+                    " beside queries of ", toString(type));
+  STD_TORCH_CHECK(key.size(2) == num_parts && query.size(2) == num_parts && unrotated_key.size(0) == num_parts,
+                  "new tokens of other than ", num_parts, " parts");
+  const Attention call(query, parts, layer, kv_heads, value_dim);
+  const Rows keys(key, 2, 1), values(value, 2, 1), first_keys(unrotated_key, 0, 1), first_values(unrotated_value, 0, 1);
+  write_tokens(call.parts, num_parts, kv_heads, &keys.rows, &values.rows, &first_keys.rows, &first_values.rows,
+               is_bfloat16(query));
+  return attend_lone(call, kv_heads, value_dim, scale, softcap, sinks);
 }
 
 Tensor prefill(const Tensor& query, const Tensor& parts, int64_t layer, int64_t kv_heads, int64_t value_dim,
@@ -99,6 +131,7 @@ extern "C" int register_operators() {
     static StableLibrary library(StableLibrary::Kind::IMPL, "cachedattention", "CPU", __FILE__, __LINE__);
     static const bool is_done = (library.impl("multiply_packed", TORCH_BOX(&multiply)),
                                  library.impl("attend_decode", TORCH_BOX(&decode)),
+                                 library.impl("write_and_attend_decode", TORCH_BOX(&write_and_decode)),
                                  library.impl("attend_prefill", TORCH_BOX(&prefill)), true);
     return is_done;
   } catch (const std::exception&) {

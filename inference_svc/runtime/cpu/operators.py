@@ -24,6 +24,11 @@ for name in ("attend_decode", "attend_prefill"):
         f"{name}(Tensor query, Tensor parts, int layer_index, int kv_heads, int value_dim,"
         " float scale, float softcap, Tensor? sinks) -> Tensor"
     )
+_OPERATORS.define(
+    "write_and_attend_decode(Tensor query, Tensor key, Tensor value, Tensor unrotated_key,"
+    " Tensor unrotated_value, Tensor parts, int layer_index, float scale, float softcap,"
+    " Tensor? sinks) -> Tensor"
+)
 
 
 def _product_shape(
