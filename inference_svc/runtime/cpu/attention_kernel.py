@@ -7,6 +7,7 @@ the model's shapes against plain softmax in torch.
 """
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -188,7 +189,35 @@ def why_wrong(kernel: AttentionKernel, shapes: Sequence[LayerShape], dtype: torc
                     off = (found[row].float() - expected).abs().max() / values.float().abs().max()
                     if not off <= TOLERANCE[dtype]:  # also if it is NaN
                         return f"the kernel of {name} is {off:.1e} off plain softmax"
+        reason = _why_miswritten(kernel, keys, values)
+        if reason:
+            return reason
     return ""
+
+
+def _why_miswritten(kernel: AttentionKernel, keys: Tensor, values: Tensor) -> str:
+    """Let the kernel write last tokens that are there already; return how it differs; "": not."""
+    last = PROOF_LENGTHS[0] - 1
+    query = keys[None, :, last:]  # any will do
+    new = (keys[None, :, last:], values[None, :, last:])
+    unrotated = (-keys[:, last:].transpose(0, 1), -values[:, last:].transpose(0, 1))
+    rows = [torch.zeros_like(tokens, memory_format=torch.contiguous_format) for tokens in unrotated]
+    unwritten = [tokens.index_fill(1, torch.tensor([last]), math.nan) for tokens in (keys, values)]
+    layer = AttendedLayer(0, keys.shape[0], values.shape[2])
+    expected = kernel.decode(query, _lone_part(keys, values), layer, AttentionOptions())
+    numbers = _lone_part(*unwritten)
+    numbers[0, 0, [KEY_ROW, VALUE_ROW]] = torch.tensor([tokens.data_ptr() for tokens in rows])
+    found = kernel.write_and_decode(query, new, unrotated, numbers, 0, AttentionOptions())
+    written = [found, *unwritten, *rows]
+    wanted = [expected, keys, values, *unrotated]
+    if not all(map(torch.equal, written, wanted)):
+        return "the kernel of decode writes other tokens than it is given"
+    return ""
+
+
+def _lone_part(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the numbers of a step whose one part is all of these tokens, the last one new."""
+    return torch.tensor([[_contiguous_part(keys, values, keys.shape[1], 1)]])
 
 
 def _proof_rows(counts: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -17,10 +17,13 @@ from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.piece_compiler import INDUCTOR
 from inference_svc.runtime.compute.traced_forward import UntraceableError
 from inference_svc.runtime.cpu import product_kernel
+from inference_svc.runtime.cpu.attention_kernel import AttentionKernel
+from inference_svc.runtime.cpu.cpu_attention import CpuAttention
 from inference_svc.runtime.memory import RegionTensors
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.packed_linear import PackedLinear
 from inference_svc.runtime.model.packing import OneDnnPacking
+from tests.held_windows import KINDS, check_answers
 from tests.inference_svc.runtime.eager_pieces import EAGER
 from tests.sampled import sampled
 
@@ -118,6 +121,49 @@ def check_same(model, runner, computed=None, to_the_bit=False, close=CLOSE):
 def test_a_graph_gives_what_the_forward_gives(tiny, graph_runner, name):
     """What is written to the bit: in prefill and decoding, with a write buffer and without."""
     check_same(tiny(name), graph_runner(name), to_the_bit=True)
+
+
+@pytest.fixture
+def written_layers(monkeypatch):
+    """Return the layers whose new tokens the kernel of decode steps writes, call by call."""
+    layers, write = [], AttentionKernel.write_and_decode
+
+    def noted(kernel, *arguments):
+        layers.append(arguments[4])
+        return write(kernel, *arguments)
+
+    monkeypatch.setattr(AttentionKernel, "write_and_decode", noted)
+    return layers
+
+
+def runner_with_kernel(model):
+    attention = CpuAttention(AttentionKernel.load())
+    compiled = compile_forward(model.loaded, model.calibration, EAGER)
+    return ModelRunner(model.loaded, model.calibration, attention, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_kernel_writes_what_the_forward_writes(tiny, written_layers, name):
+    """In steps of lone tokens, to which it also attends; the last step of STEPS wants no logits."""
+    model = tiny(name, head_dim=16)
+    check_same(model, runner_with_kernel(model))
+    num_layers = len(model.calibration.layers)
+    assert written_layers.count(0) == sum(max(sizes) == 1 for sizes, _ in STEPS)
+    assert set(written_layers) == set(range(num_layers))
+
+
+@pytest.mark.parametrize("kind", ["side by side", "on pages"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "mistral"))],
+)
+def test_a_kernel_writes_where_layers_hold_their_window(tiny, written_layers, name, kind):
+    """In rows, whose slots are not positions, and on pages."""
+    model = tiny(name, has_windows=True, head_dim=16)
+    holding = KINDS[kind](model)
+    holding.runner = runner_with_kernel(model)
+    check_answers(holding, seed=3, tolerance=1e-4)
+    assert set(written_layers) == set(range(len(model.calibration.layers)))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", pytest.param("mixtral", marks=pytest.mark.long)])

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.attention_kernel import (
+    FIRSTS,
+    KEY_ROW,
+    VALUE_ROW,
     AttendedLayer,
     AttentionKernel,
     why_unsupported,
@@ -51,6 +54,22 @@ def test_a_wrong_kernel_is_found(kernel, monkeypatch, name, factor):
     assert f"the kernel of {name} is" in reason
 
 
+@pytest.mark.parametrize("fault", ["writes nothing", "swaps keys and values"])
+def test_a_kernel_that_writes_wrong_tokens_is_found(kernel, monkeypatch, fault):
+    """Although the answers of those that it was given may be right."""
+    right, decode = kernel.write_and_decode, kernel.decode
+
+    def wrong(query, new, unrotated, parts, layer_index, options):
+        if fault == "writes nothing":
+            layer = AttendedLayer(layer_index, new[0].shape[1], new[1].shape[3])
+            return decode(query, parts, layer, options)
+        return right(query, new, unrotated[::-1], parts, layer_index, options)
+
+    monkeypatch.setattr(kernel, "write_and_decode", wrong)
+    reason = why_wrong(kernel, [LAYERS["smollm"]], torch.float32)
+    assert reason == "the kernel of decode writes other tokens than it is given"
+
+
 def test_what_it_cannot_compute():
     """Head sizes that are no multiple of 16, other dtypes, fewer value heads than key heads."""
     assert why_unsupported(list(LAYERS.values()), torch.bfloat16) == ""
@@ -83,13 +102,13 @@ class Sequence:
     def contiguous(self, first):
         strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
         place = [self.keys.data_ptr(), self.values.data_ptr(), 0, 0]
-        return [*place, first, self.length, *strides, self.num_tokens, 0]
+        return [*place, first, self.length, *strides, self.num_tokens, 0, 0, 0]
 
     def on_pages(self, first):
         keys, values = self.paged
         place = [keys.data_ptr(), values.data_ptr(), self.table.data_ptr(), self.page_tokens]
         strides = (keys.stride(1), keys.stride(0), values.stride(1), values.stride(0))
-        return [*place, first, self.length, *strides, self.num_tokens, 0]
+        return [*place, first, self.length, *strides, self.num_tokens, 0, 0, 0]
 
 
 def attend(kernel, sequences, parts, threads=1):
@@ -122,6 +141,58 @@ def test_pages_batch_and_threads_do_not_change_a_bit(sizes):
         parts = [seq.on_pages(first) for seq, first in zip(sequences, firsts, strict=True)]
         together = attend(kernel, sequences, parts, threads)
         assert torch.equal(together, torch.stack(alone))
+
+
+@given(st.lists(st.tuples(LENGTHS, st.integers(1, 200), st.booleans()), min_size=1, max_size=4))
+def test_written_tokens_are_attended_to(sizes):
+    """On pages and side by side, whatever the strides are; only a part's own places change."""
+    kernel = AttentionKernel.load()
+    sequences = [Sequence(length, page, seed) for seed, (length, page, _) in enumerate(sizes)]
+    places = [
+        seq.on_pages(0) if is_paged else seq.contiguous(0)
+        for seq, (*_, is_paged) in zip(sequences, sizes, strict=True)
+    ]
+    expected = attend(kernel, sequences, places)
+    whole = copy.deepcopy(sequences)
+    last = [
+        torch.stack([each[:, -1] for each in kv]) for kv in zip(*map(kv_of, sequences), strict=True)
+    ]
+    random = torch.Generator().manual_seed(1)
+    unrotated = [torch.randn(len(sizes), 2, 70, generator=random)[..., 3:35] for _ in "kv"]
+    buffer = torch.zeros(2, 2 * len(sizes), 2, 32)  # every second row is another's
+    for index, sequence in enumerate(sequences):
+        page, offset = divmod(sequence.length - 1, sequence.page_tokens)
+        slot = int(sequence.table[page]) * sequence.page_tokens + offset
+        for tokens, paged in zip(kv_of(sequence), sequence.paged, strict=True):
+            tokens[:, -1] = paged[slot] = float("nan")
+        places[index][KEY_ROW] = buffer[0, 2 * index].data_ptr()
+        places[index][VALUE_ROW] = buffer[1, 2 * index].data_ptr()
+    query = torch.cat([sequence.query for sequence in sequences]).transpose(0, 1).unsqueeze(0)
+    new = tuple(tokens.transpose(0, 1).unsqueeze(0) for tokens in last)
+    parts = torch.tensor([places])
+    found = kernel.write_and_decode(query, new, unrotated, parts, 0, AttentionOptions())[0]
+    assert torch.equal(found, expected)
+    assert torch.equal(buffer[:, ::2], torch.stack(unrotated))
+    assert not buffer[:, 1::2].any()
+    for sequence, before, (*_, is_paged) in zip(sequences, whole, sizes, strict=True):
+        pairs = (sequence.paged, before.paged) if is_paged else (kv_of(sequence), kv_of(before))
+        for tokens, unchanged in zip(*pairs, strict=True):
+            assert torch.equal(tokens.nan_to_num(), unchanged.nan_to_num())
+
+
+def kv_of(sequence):
+    return sequence.keys, sequence.values
+
+
+def test_tokens_of_another_dtype_are_not_written(kernel):
+    """Their bytes would be taken for others'."""
+    sequence = Sequence(20, 16, 3)
+    query = sequence.query.transpose(0, 1).unsqueeze(0)
+    new = tuple(tokens[None, :, -1:] for tokens in kv_of(sequence))
+    unrotated = tuple(tokens[:, -1:].transpose(0, 1).bfloat16() for tokens in kv_of(sequence))
+    parts = torch.tensor([[sequence.contiguous(0)]])
+    with pytest.raises(RuntimeError, match="keys or values of BFloat16 beside queries of Float"):
+        kernel.write_and_decode(query, new, unrotated, parts, 0, AttentionOptions())
 
 
 COUNTS = st.integers(2, 200)  # new tokens: up to three blocks of rows
@@ -165,7 +236,7 @@ def test_each_new_token_sees_its_own_window(kernel):
     for tokens in (sequence.keys, sequence.values):
         tokens[:, : firsts[0]] = float("nan")
     part = sequence.contiguous(int(firsts[0]))
-    part[-1] = firsts.ctypes.data
+    part[FIRSTS] = firsts.ctypes.data
     found = attend(kernel, [sequence], [part])
     hidden = torch.ones(150, 300, dtype=torch.bool).triu(151)
     hidden |= torch.arange(300) < torch.from_numpy(firsts)[:, None]
