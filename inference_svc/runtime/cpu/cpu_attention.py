@@ -37,9 +37,9 @@ from inference_svc.runtime.cpu.attention_kernel import (
     AttendedLayer,
     AttentionKernel,
 )
-from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, TokenTensors
+from inference_svc.runtime.kv.layer_tensors import ContiguousTokens, SlotTensors, TokenTensors
 from inference_svc.runtime.kv.paged_kv import PagedKv, PagedTokens
-from inference_svc.runtime.kv.sequence_kv import SequenceKv
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 
 Addresses = npt.NDArray[np.int64]
 
@@ -56,6 +56,21 @@ class _Places(NamedTuple):
     layers: tuple[AttendedLayer, ...]
 
 
+class PlacedPart(NamedTuple):
+    """A part, and where its KV is.
+
+    Attributes:
+        part: the part.
+        places: of its KV.
+        rows: [layers, 2] addresses in its write buffer, of the new token's key and value before
+            RoPE; None: it has several tokens, or none goes there.
+    """
+
+    part: Part
+    places: _Places
+    rows: Addresses | None
+
+
 class CpuAttention:
     """The back-end; for one thread."""
 
@@ -64,6 +79,10 @@ class CpuAttention:
         self._kernel = kernel
         self._portable = TorchAttention()
         self._places: WeakKeyDictionary[SequenceKv, _Places] = WeakKeyDictionary()
+        # By a buffer's keys, which are those of all buffers in the same memory.
+        self._buffers: WeakKeyDictionary[SlotTensors, tuple[Addresses, Addresses]] = (
+            WeakKeyDictionary()
+        )
 
     def prepare(self, parts: Sequence[Part]) -> StepAttention:
         """Plan a step; cheap, as a sequence's addresses are kept from step to step."""
@@ -71,26 +90,35 @@ class CpuAttention:
         several = [part for part in parts if part.num_tokens > 1]
         if not several:
             return LoneAttention(self._kernel, self._placed(lone))
+        rest: StepAttention = self._portable.prepare(several)
         # All layers have the same dtype.
-        can_prefill = self._kernel.can_prefill(_layers_of(parts[0].kv.keys)[0].dtype)
-        rest = (
-            KernelAttention(self._kernel, self._placed(several))
-            if can_prefill
-            else self._portable.prepare(several)
-        )
+        if self._kernel.can_prefill(_layers_of(parts[0].kv.keys)[0].dtype):
+            rest = KernelAttention(self._kernel, self._placed(several))
         if not lone:
             return rest
         lone_attention = LoneAttention(self._kernel, self._placed(lone))
         return MixedAttention(lone_attention, rest, [part.num_tokens for part in parts])
 
-    def _placed(self, parts: Sequence[Part]) -> list[tuple[Part, _Places]]:
-        return [(part, self._places_of(part.kv)) for part in parts]
+    def _placed(self, parts: Sequence[Part]) -> list[PlacedPart]:
+        return [PlacedPart(part, self._places_of(part.kv), self._rows_of(part)) for part in parts]
 
     def _places_of(self, kv: SequenceKv) -> _Places:
         places = self._places.get(kv)
         if places is None:
             places = self._places[kv] = _find_places(kv)
         return places
+
+    def _rows_of(self, part: Part) -> Addresses | None:
+        """Return where a lone token goes in its write buffer, [layers, 2]; None: nowhere."""
+        buffer = part.write_buffer
+        if buffer is None or part.num_tokens > 1:
+            return None
+        found = self._buffers.get(buffer.keys)
+        if found is None:
+            found = self._buffers[buffer.keys] = _find_rows(buffer)
+        (slot,) = buffer.slots_of(part.length - 1, 1)
+        first, row_bytes = found
+        return first + slot * row_bytes
 
 
 class KernelAttention:
@@ -99,18 +127,18 @@ class KernelAttention:
     All parts have several tokens, or all have one (`LoneAttention`).
     """
 
-    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, _Places]]) -> None:
-        """Store the parts, each with the places of its KV."""
+    def __init__(self, kernel: AttentionKernel, parts: Sequence[PlacedPart]) -> None:
+        """Store the parts."""
         self._parts, self._kernel = parts, kernel
         self._attend = kernel.prefill
-        self._layers = parts[0][1].layers
+        self._layers = parts[0].places.layers
         # By window and chunk [layers, parts, numbers].
         self._found: dict[tuple[int | None, int | None], Tensor] = {}
         # These are kept until the step is over, as their addresses are.
         self._firsts: list[Addresses] = []
         self._tables = [
             table.numbers
-            for part, _ in parts
+            for part, *_ in parts
             if isinstance(part.kv, PagedKv)
             for table in part.kv.tables.by_group
         ]
@@ -129,7 +157,7 @@ class KernelAttention:
     def _find_addresses(self, options: AttentionOptions) -> Tensor:
         """Return the parts' numbers by layer, for calls with this window and chunk."""
         by_part = []
-        for part, places in self._parts:
+        for part, places, rows in self._parts:
             kv, numbers = part.kv, places.numbers.copy()
             held_from = np.zeros(len(numbers), np.int64)
             if kv.window_from:
@@ -150,12 +178,8 @@ class KernelAttention:
             if part.num_tokens > 1:
                 self._firsts.append(firsts)
                 numbers[:, FIRSTS] = firsts.ctypes.data + np.arange(len(firsts)) * firsts.strides[0]
-            elif part.write_buffer is not None:
-                (slot,) = part.write_buffer.slots_of(part.length - 1, 1)
-                for number, rows in zip(
-                    (KEY_ROW, VALUE_ROW), part.write_buffer.components, strict=True
-                ):
-                    numbers[:, number] = [layer[slot].data_ptr() for layer in rows.layers]
+            elif rows is not None:
+                numbers[:, [KEY_ROW, VALUE_ROW]] = rows
             by_part.append(numbers)
         return torch.from_numpy(np.stack(by_part, axis=1))
 
@@ -163,8 +187,8 @@ class KernelAttention:
 class LoneAttention(KernelAttention, WritingAttention):
     """The attention of parts of one token each, which it can also write."""
 
-    def __init__(self, kernel: AttentionKernel, parts: Sequence[tuple[Part, _Places]]) -> None:
-        """Store the parts, each with the places of its KV."""
+    def __init__(self, kernel: AttentionKernel, parts: Sequence[PlacedPart]) -> None:
+        """Store the parts."""
         super().__init__(kernel, parts)
         self._attend = kernel.decode
 
@@ -223,6 +247,14 @@ def _find_places(kv: SequenceKv) -> _Places:
         on_page = kv.tables.groups.tokens_on_page
         numbers[:, PAGE_TOKENS] = [on_page[group] for group in kv.tables.groups.group_of]
     return _Places(numbers, tuple(layers))
+
+
+def _find_rows(buffer: WriteBuffer) -> tuple[Addresses, Addresses]:
+    """Return the addresses of a buffer's slot 0, [layers, 2], and the bytes from slot to slot."""
+    layers = list(zip(buffer.keys.layers, buffer.values.layers, strict=True))
+    first = [[tokens.data_ptr() for tokens in layer] for layer in layers]
+    row_bytes = [[tokens.stride(0) * tokens.itemsize for tokens in layer] for layer in layers]
+    return np.array(first, np.int64), np.array(row_bytes, np.int64)
 
 
 def _layers_of(tokens: TokenTensors) -> Sequence[Tensor]:
