@@ -8,7 +8,7 @@ returns.
 *Source:* L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from sortedcontainers import SortedDict
 
@@ -47,9 +47,9 @@ class BeladyPolicy(EvictionPolicy):
         )  # only on SSD, no turn
         self._absent_until: dict[SessionKey, int] = {}
 
-    def on_queue(self, keys: Touched, now_ns: int) -> None:
+    def on_queue(self, keys: Touched, unqueued: Iterable[SessionKey], now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().on_queue(keys, now_ns)
+        super().on_queue(keys, unqueued, now_ns)
         for key in keys:
             self._reorder(key)
 

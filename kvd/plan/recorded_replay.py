@@ -21,7 +21,7 @@ from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.channel import Channel
 from kvd.plan.reading import Reading
 from kvd.plan.tiers import Tiers
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueueChange, QueuedRequests, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
@@ -140,9 +140,9 @@ class _RecordedReplay:
 
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
+        waiting = QueuedRequests([(0, 0.0, index)], [key], [turn.wanted_tokens])
         self._report_queue(
-            QueueChange(waiting=[waiting], interval_ns=self._interval_ns), self._now_ns
+            QueueChange(waiting=waiting, interval_ns=self._interval_ns), self._now_ns
         )
 
     def _start(self, index: int, turn: RecordedTurn) -> None:

@@ -35,7 +35,7 @@ from kvd.plan.trace import Turn
 from kvd.plan.turns import Pace, Request, Returns, plan_key
 from shared.routing.session_router import ServerReport
 from shared.types.load_choice import Traffic, loading_pays
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueueChange, QueuedRequests, RunningRequest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -169,9 +169,9 @@ class Server:
         self._waiting.append(request)
         if self._mover is not None and self._tiers.find(key) is None:
             self._mover.fetch(request.session, request.turn.history_tokens, now_ns)
-        waiting = QueuedRequest((0, 0.0, request.number), key, request.turn.history_tokens)
+        waiting = QueuedRequests([(0, 0.0, request.number)], [key], [request.turn.history_tokens])
         self._report_queue(
-            QueueChange(waiting=[waiting], interval_ns=round(self._pace.interval_ns)), now_ns
+            QueueChange(waiting=waiting, interval_ns=round(self._pace.interval_ns)), now_ns
         )
         self._settle()
 

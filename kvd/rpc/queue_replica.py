@@ -25,8 +25,14 @@ from kvd.engines.data_socket import EngineUsers
 from kvd.errors import NotAttachedError, StreamReplacedError
 from kvd.wire.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2 as pb
-from shared.types.queue_delta import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
-from shared.types.session_key import DEFAULT_TENANT, SessionKey, session_keys
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedRequests,
+    QueueUpdate,
+    RunningRequest,
+    columns_checksum,
+)
+from shared.types.session_key import DEFAULT_TENANT, session_keys
 
 EQUAL_COLUMNS = "send columns of equal length, or leave a column out"
 
@@ -62,10 +68,7 @@ class QueueReplica:
             return False
         is_match = self._apply(update) == update.digest
         if not is_match and not update.base_sequence:
-            raise InvalidRequestError(
-                "the queue's digest does not match its content",
-                "check that kvd and the engine run the same release",
-            )
+            raise _wrong_digest()
         self._known_sequence = update.sequence if is_match else 0
         return is_match
 
@@ -150,7 +153,7 @@ def _apply_to_core(engine_id: int, update: QueueUpdate, core: CacheEngine) -> tu
 
 
 def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> QueueUpdate:
-    """Decode and check a message.
+    """Decode a message, and check all but the digest of the resulting queue.
 
     Args:
         message: an engine's message.
@@ -158,11 +161,13 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> Qu
         max_requests: most requests that a message may report.
 
     Raises:
-        InvalidInputError: the message is not valid, or reports too many requests.
+        InvalidInputError: the message is not valid, does not match its checksum, or reports too
+            many requests.
     """
-    numbers = [*message.waiting.numbers, *message.running.numbers, *message.left]
-    check_num_requests(max(len(numbers) - len(message.left), len(message.left)), max_requests)
-    if len(set(numbers)) < len(numbers):
+    waiting, running = message.waiting.numbers[:], message.running.numbers[:]
+    num_requests = len(waiting) + len(running)
+    check_num_requests(max(num_requests, len(message.left)), max_requests)
+    if len({*waiting, *running, *message.left}) < num_requests + len(message.left):
         raise _invalid_snapshot(
             "a request that occurs twice", "report each number once: as waiting, running or left"
         )
@@ -175,9 +180,11 @@ def queue_update(message: pb.QueueSnapshot, model: str, max_requests: int) -> Qu
         raise _invalid_snapshot(
             f"an interval of {message.start_interval_s} s", "send 0 if it is not known"
         )
+    queued = _waiting(message, waiting, model)
+    tenants, session_ids = _names(message, message.running)
     change = QueueChange(
-        _waiting(message, model),
-        list(map(RunningRequest, message.running.numbers, _keys(message, message.running, model))),
+        queued,
+        list(map(RunningRequest, running, session_keys(tenants, model, session_ids))),
         list(message.left),
         ns_of(message.start_interval_s),
     )
@@ -193,21 +200,27 @@ def check_num_requests(num_requests: int, max_requests: int) -> None:
         )
 
 
-def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedRequest]:
+def _waiting(message: pb.QueueSnapshot, numbers: Sequence[int], model: str) -> QueuedRequests:
+    """Decode the waiting requests; their digest is used if it and they match the checksum."""
     columns = message.waiting
-    num_requests = len(columns.numbers)
+    num_requests = len(numbers)
     tags = _column(columns.start_tags, num_requests, 0.0)
     if not isfinite(sum(tags)) or min(tags, default=0.0) < 0:
         raise _invalid_snapshot("an invalid start tag", "send finite numbers of at least 0")
     priorities = _column(columns.priorities, num_requests, 0)
-    ranks = zip(map(neg, priorities), tags, columns.numbers, strict=True)
+    ranks = list(zip(map(neg, priorities), tags, numbers, strict=True))
     history_tokens = _column(columns.history_tokens, num_requests, 0)
-    rows = zip(ranks, _keys(message, columns, model), history_tokens, strict=True)
-    # tuple.__new__: QueuedRequest._make takes twice as long.
-    return list(map(partial(tuple.__new__, QueuedRequest), rows))
+    tenants, session_ids = _names(message, columns)
+    keys = session_keys(tenants, model, session_ids)
+    if columns.digest and columns.checksum != columns_checksum(
+        columns.digest, numbers, priorities, tags, tenants, session_ids
+    ):
+        raise _wrong_digest()
+    return QueuedRequests(ranks, keys, history_tokens, columns.digest)
 
 
-def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[SessionKey]:
+def _names(message: pb.QueueSnapshot, columns: pb.QueueJobs) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the tenants and the session ids of requests."""
     names = list(message.tenants) or [""]
     indexes = _column(columns.tenants, len(columns.numbers), 0)
     if max(indexes, default=0) >= len(names):
@@ -219,7 +232,7 @@ def _keys(message: pb.QueueSnapshot, columns: pb.QueueJobs, model: str) -> list[
         raise _invalid_snapshot(
             f"{len(columns.numbers)} requests, but {len(session_ids)} session ids", EQUAL_COLUMNS
         )
-    return session_keys(list(map(names.__getitem__, indexes)), model, session_ids)
+    return list(map(names.__getitem__, indexes)), session_ids
 
 
 def _column(values: Sequence[Number], num_requests: int, default: Number) -> Sequence[Number]:
@@ -229,6 +242,13 @@ def _column(values: Sequence[Number], num_requests: int, default: Number) -> Seq
             f"{num_requests} requests, but a column of {len(values)} values", EQUAL_COLUMNS
         )
     return values[:] or [default] * num_requests
+
+
+def _wrong_digest() -> InvalidRequestError:
+    return InvalidRequestError(
+        "the queue's digest does not match its content",
+        "check that kvd and the engine run the same release",
+    )
 
 
 def _invalid_snapshot(what: str, remedy: str) -> InvalidRequestError:

@@ -6,8 +6,7 @@ kvd/rpc/queue_replica.py decodes and checks the updates.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import grpc
 
@@ -17,9 +16,8 @@ from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError
-from shared.types.queue_delta import QueuedRequest, QueueUpdate
+from shared.types.queue_delta import QueuedRequests, QueueUpdate, columns_checksum
 from shared.types.queue_feed import QueueFeed
-from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 # Before an update that follows a pause. So a turn that begins at once is reported once, as running,
@@ -122,11 +120,6 @@ def _wake(waiting: list[asyncio.Future[None]]) -> None:
     waiting.clear()
 
 
-class _Keyed(Protocol):
-    @property
-    def key(self) -> SessionKey: ...
-
-
 def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
     """Encode an update; tenants are sent once each, and requests refer to them by index."""
     change = update.change
@@ -138,27 +131,40 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
         digest=update.digest,
         start_interval_s=change.interval_ns / NS_PER_S,
         waiting=_waiting(change.waiting, tenants),
-        running=_columns([request.number for request in change.running], change.running, tenants),
+        running=pb.QueueJobs(
+            numbers=[request.number for request in change.running],
+            session_ids=[request.key.session_id for request in change.running],
+            tenants=_indexes([request.key.tenant for request in change.running], tenants),
+        ),
         left=change.left,
         tenants=tenants,
     )
 
 
-def _waiting(requests: Sequence[QueuedRequest], tenants: dict[str, int]) -> pb.QueueJobs:
-    """Encode waiting requests, with their priorities, start tags and history lengths."""
-    message = _columns([request.rank[2] for request in requests], requests, tenants)
-    message.priorities.extend([-request.rank[0] for request in requests])
-    message.start_tags.extend([request.rank[1] for request in requests])
-    message.history_tokens.extend([request.history_tokens for request in requests])
+def _waiting(requests: QueuedRequests, tenants: dict[str, int]) -> pb.QueueJobs:
+    """Encode waiting requests; omit a column that has nothing but its default."""
+    numbers, tags = requests.numbers, [tag for _, tag, _ in requests.ranks]
+    priorities = [-priority for priority, _, _ in requests.ranks]
+    names = [key.tenant for key in requests.keys]
+    session_ids = [key.session_id for key in requests.keys]
+    message = pb.QueueJobs(
+        numbers=numbers,
+        session_ids=session_ids,
+        tenants=_indexes(names, tenants),
+        priorities=priorities if any(priorities) else (),
+        start_tags=tags,
+        history_tokens=requests.history_tokens,
+    )
+    if requests.digest:
+        message.digest = requests.digest
+        message.checksum = columns_checksum(
+            requests.digest, numbers, priorities, tags, names, session_ids
+        )
     return message
 
 
-def _columns(
-    numbers: Sequence[int], requests: Sequence[_Keyed], tenants: dict[str, int]
-) -> pb.QueueJobs:
-    """Encode requests as columns; a new tenant gets the next index in `tenants`."""
-    return pb.QueueJobs(
-        numbers=numbers,
-        session_ids=[request.key.session_id for request in requests],
-        tenants=[tenants.setdefault(request.key.tenant, len(tenants)) for request in requests],
-    )
+def _indexes(names: Sequence[str], tenants: dict[str, int]) -> Iterable[int]:
+    """Return the indexes of tenants, () if there is one only; a new one gets the next index."""
+    for name in dict.fromkeys(names):
+        tenants.setdefault(name, len(tenants))
+    return map(tenants.__getitem__, names) if len(tenants) > 1 else ()

@@ -3,11 +3,15 @@
 The digest of a queue is the sum of its requests' digests modulo 2**64, so it is kept up to date in
 O(1) per change. A request's digest covers its rank, so equal sums mean equal requests in equal
 order (up to chance: 2**-64; it guards against errors, not against attacks).
+
+Most of the time of a whole queue would go into its digests. So waiting requests are sent with the
+sum of theirs, and with one checksum of all, by which kvd sees that it understands them alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from struct import Struct
+from functools import cached_property
+from struct import Struct, pack
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -29,6 +33,34 @@ class QueuedRequest(NamedTuple):
     history_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class QueuedRequests:
+    """Waiting requests as columns: entry i of each column belongs to request i.
+
+    Ten thousand requests take a fraction of the time of as many objects. Iteration yields the
+    requests one by one.
+
+    Attributes:
+        digest: sum of their `waiting_digest`; 0: not known.
+    """
+
+    ranks: Sequence[Rank] = ()
+    keys: Sequence[SessionKey] = ()
+    history_tokens: Sequence[int] = ()
+    digest: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return map(QueuedRequest, self.ranks, self.keys, self.history_tokens)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The numbers of the requests."""
+        return [number for _, _, number in self.ranks]
+
+
 class RunningRequest(NamedTuple):
     """A running request: its session's KV is in the engine's memory."""
 
@@ -47,7 +79,7 @@ class QueueChange:
         interval_ns: mean nanoseconds between the starts of two requests; 0: unknown.
     """
 
-    waiting: Sequence[QueuedRequest] = ()
+    waiting: QueuedRequests = QueuedRequests()
     running: Sequence[RunningRequest] = ()
     left: Sequence[int] = ()
     interval_ns: int = 0
@@ -77,10 +109,27 @@ def waiting_digest(rank: Rank, key: SessionKey) -> int:
     return xxh3_64_intdigest(_RANK.pack(*rank) + f"{tenant}/{session_id}".encode())
 
 
-def waiting_digests(requests: Iterable[tuple[Rank, SessionKey]]) -> int:
-    """Return the sum of `waiting_digest` of many requests, in two thirds of the time."""
-    digest, pack = xxh3_64_intdigest, _RANK.pack
-    return sum([digest(pack(*rank) + f"{key[0]}/{key[2]}".encode()) for rank, key in requests])
+def columns_checksum(
+    digest: int,
+    numbers: Sequence[int],
+    priorities: Sequence[int],
+    tags: Sequence[float],
+    tenants: Sequence[str],
+    session_ids: Sequence[str],
+) -> int:
+    """Return a checksum of waiting requests: of what their digests cover, and of the digests' sum.
+
+    Entry i of each sequence belongs to request i. It takes a sixth of the time of the digests.
+    """
+    num_requests = len(numbers)
+    columns = (
+        pack(f"<Q{num_requests}Q", digest, *numbers),
+        pack(f"<{num_requests}q", *priorities),
+        pack(f"<{num_requests}d", *tags),
+        "\n".join(tenants).encode(),
+        "\n".join(session_ids).encode(),
+    )
+    return xxh3_64_intdigest(b"\n".join(columns))
 
 
 def running_digest(number: int, key: SessionKey) -> int:

@@ -11,14 +11,14 @@ Invariants (`check`):
 3. no more are marked than are worth reporting as a change.
 """
 
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
 from shared.types.queue_delta import (
     QueueChange,
-    QueuedRequest,
+    QueuedRequests,
     QueueUpdate,
     Rank,
     RunningRequest,
@@ -178,19 +178,23 @@ class QueueFeed:
 
     def _report(self, changes: _Changes) -> QueueChange:
         """Record changes as reported, and return them as a QueueChange."""
-        waiting, running, left = [], [], []
-        for number, request in changes.items():
-            before = self._reported.pop(number, None)
-            if before is not None:
-                self._reported_digest = update_digest(self._reported_digest, removed=before.digest)
-            if request is None:
-                left.append(number)
-                continue
-            self._reported[number] = request
-            self._reported_digest = update_digest(self._reported_digest, added=request.digest)
-            if request.position[0]:
-                rank = request.position[1:]
-                waiting.append(QueuedRequest(rank, request.key, request.history_tokens))
-            else:
-                running.append(RunningRequest(number, request.key))
-        return QueueChange(waiting, running, left, int(self.interval_s * NS_PER_S))
+        before = filter(None, map(self._reported.pop, changes, repeat(None)))
+        removed = sum([request.digest for request in before])
+        current = {number: request for number, request in changes.items() if request is not None}
+        self._reported.update(current)
+        waiting = [request for request in current.values() if request.position[0]]
+        running = [request for request in current.values() if not request.position[0]]
+        digest = update_digest(0, added=sum([request.digest for request in waiting]))
+        added = digest + sum([request.digest for request in running])
+        self._reported_digest = update_digest(self._reported_digest, added=added, removed=removed)
+        return QueueChange(
+            QueuedRequests(
+                [request.position[1:] for request in waiting],
+                [request.key for request in waiting],
+                [request.history_tokens for request in waiting],
+                digest,
+            ),
+            [RunningRequest(request.position[3], request.key) for request in running],
+            [number for number, request in changes.items() if request is None],
+            int(self.interval_s * NS_PER_S),
+        )

@@ -19,7 +19,6 @@ from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.queue_delta import (
-    QueueChange,
     QueuedRequest,
     QueueUpdate,
     RunningRequest,
@@ -28,6 +27,7 @@ from shared.types.queue_delta import (
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 from tests.synthetic_engine import MODEL, encode, small_layout
 
 LAYOUTS = (small_layout(), small_layout(3, "ab" * 16))
@@ -142,7 +142,7 @@ def _queues(draw) -> kvd_pb2.QueueSnapshot:
     left = draw(st.lists(st.integers(10, 12), unique=True)) if base_sequence else []
     digests = [waiting_digest(job.rank, job.key) for job in waiting]
     digests += [running_digest(job.number, job.key) for job in running]
-    change = QueueChange(waiting, running, left, draw(st.sampled_from([0, 10**9])))
+    change = queue_change(waiting, running, left, draw(st.sampled_from([0, 10**9])))
     sequence = base_sequence + draw(st.integers(1, 2))
     update = QueueUpdate(sequence, base_sequence, change, update_digest(0, added=sum(digests)))
     return snapshot_message(draw(_marks), update)

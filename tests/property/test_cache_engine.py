@@ -31,10 +31,11 @@ from kvd.core.records.records import LeaseState
 from kvd.core.records.tier import Admission
 from kvd.core.state.limits import TenantLimits
 from shared.types.granted_slots import Lookup
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueuedRequest, RunningRequest
 from tests.property.cache_operations import OperationsMachine
 from tests.property.cache_turns import ENGINE_IDS, EXPORTER, KEYS, TOKENS
 from tests.property.cache_world import ADOPTED_ENGINES, BLOCK_TOKENS, LAYOUT, Row, compute
+from tests.queue_changes import queue_change
 from tests.sampled import examples
 
 
@@ -53,7 +54,7 @@ class CacheMachine(OperationsMachine):
         requests = self.requests[engine_id] = dict(enumerate(keys, self.num_requests))
         self.num_requests += len(keys)
         numbers = list(requests)
-        change = QueueChange(
+        change = queue_change(
             [QueuedRequest((0, 0.0, number), requests[number]) for number in numbers[num_running:]],
             [RunningRequest(number, requests[number]) for number in numbers[:num_running]],
             interval_ns=interval_ns,
@@ -91,7 +92,7 @@ class CacheMachine(OperationsMachine):
             what[self.num_requests] = "wait"
             requests[self.num_requests] = key
             self.num_requests += 1
-        change = QueueChange(
+        change = queue_change(
             [
                 QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), requests[number])
                 for number, how in what.items()

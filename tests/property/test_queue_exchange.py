@@ -98,7 +98,7 @@ class TellingEngine:
         if engine is not None:
             known = [(number, None) for number in sorted(engine.running)]
             known += [(rank[2], rank) for rank in engine.order]
-            keys = engine.running | {n: place.key for n, place in engine.places.items()}
+            keys = engine.running | {n: place[3] for n, place in engine.places.items()}
             for number, key in keys.items():
                 known_key, _ = self.world.arriving.get(number, (None, None))
                 assert (known_key or self.world.turns[number].request.key) == key
@@ -113,7 +113,7 @@ class TellingEngine:
 def exchange(seed: int, num_rounds: int) -> Counter[str]:
     """Run engines that take steps and report now and then; return the counts of what happened."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
-    window = QueueWindow(lambda _: None)
+    window = QueueWindow(lambda _keys, _unqueued: None)
     engines = [
         TellingEngine(engine_id, window, random) for engine_id in range(random.randint(1, 3))
     ]

@@ -15,7 +15,6 @@ from kvd.core.eviction.session_order import Guard
 from kvd.core.eviction.session_placement import MOST_LATE, SessionPlacement
 from kvd.core.records.tier import Tier
 from shared.types.queue_delta import (
-    QueueChange,
     QueuedRequest,
     RunningRequest,
     running_digest,
@@ -23,6 +22,7 @@ from shared.types.queue_delta import (
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 from tests.sampled import examples
 
 SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
@@ -87,7 +87,7 @@ class PlacementMachine(RuleBasedStateMachine):
         preempted = data.draw(
             _some_of([n for n in requests.running if n not in left]), "back from running"
         )
-        change = QueueChange(
+        change = queue_change(
             waiting=[
                 *(self._job(data, key) for key in joined),
                 *(self._job(data, requests.waiting[number].key, number) for number in moved),
@@ -127,7 +127,7 @@ class PlacementMachine(RuleBasedStateMachine):
         requests.running = {number: requests.running[number] for number in running}
         runs = [RunningRequest(number, key) for number, key in requests.running.items()]
         digest = self.placement.replace_queue(
-            engine_id, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
+            engine_id, queue_change(waiting, runs, interval_ns=interval_ns), self.now_ns
         )
         assert digest == requests.digest
         self._reopened(

@@ -11,7 +11,7 @@ from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from kvd.core.records.errors import SessionChangedError
 from shared.types.lineage import WHOLE
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
@@ -27,6 +27,7 @@ from tests.kvd.core.turns import (
     store,
 )
 from tests.property.cache_world import to_bytes
+from tests.queue_changes import queue_change
 from tests.sampled import examples
 
 KEYS = (A, B, C)
@@ -109,7 +110,7 @@ class WantingMachine(RuleBasedStateMachine):
     def queue(self, key, history) -> None:
         self.num_requests += 1
         request = QueuedRequest((0, 0.0, self.num_requests), key, history)
-        self.world.engine.engines.change_queue(ENGINE_ID, QueueChange([request]))
+        self.world.engine.engines.change_queue(ENGINE_ID, queue_change([request]))
         self._happened()
 
     @rule(key=SOME, history=HISTORY)

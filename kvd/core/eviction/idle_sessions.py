@@ -105,8 +105,8 @@ class IdleSessions:
 
     def on_busy(self, keys: Iterable[SessionKey]) -> None:
         """Record that sessions are busy, or have ended and need not be watched."""
-        for history in filter(None, map(self._histories.get, keys)):
-            history.idle_ns = None
+        for key in self._histories.keys() & keys:
+            self._histories[key].idle_ns = None
 
     def on_idle(self, key: SessionKey, now_ns: int) -> None:
         """Record that the session is idle from now on."""

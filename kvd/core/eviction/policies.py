@@ -6,7 +6,7 @@ eviction, to the letter. `predictive` ranks idle sessions by the expected benefi
 What they have in common is in `EvictionPolicy`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvd.core.eviction.idle_sessions import IdleSessions
@@ -84,8 +84,8 @@ class LookaheadQueuePolicy(EvictionPolicy):
 
 def later_first(place: QueuePlace) -> EvictionRank:
     """Return numbers that sort places from the tail of the queue to its head."""
-    priority, tag, number = place.rank
-    return -place.starts_at_ns, -place.engine_id, -priority, -tag, -number
+    starts_at_ns, engine_id, (priority, tag, number), _ = place
+    return -starts_at_ns, -engine_id, -priority, -tag, -number
 
 
 class LookaheadPolicy(LookaheadQueuePolicy):
@@ -107,8 +107,8 @@ class LookaheadPolicy(LookaheadQueuePolicy):
 
     def _update_ranks(self, now_ns: int) -> None:  # noqa: ARG002
         edge = self._queue.place_at(self._window())
-        for place in self._queue.between(self._edge, edge):
-            self._rerank(place.key)
+        for _, _, _, key in self._queue.between(self._edge, edge):
+            self._rerank(key)
         self._edge = edge
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
@@ -156,11 +156,11 @@ class PredictivePolicy(LookaheadQueuePolicy):
             self._at_work.add(key)
         self._idle.on_submit(key, now_ns)
 
-    def on_queue(self, keys: Touched, now_ns: int) -> None:
+    def on_queue(self, keys: Touched, unqueued: Iterable[SessionKey], now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().on_queue(keys, now_ns)
-        self._idle.on_busy(keys)
-        for key in self._queue.not_queued(keys):
+        super().on_queue(keys, unqueued, now_ns)
+        self._idle.on_busy(keys.keys())
+        for key in unqueued:
             facts = self._facts.get(key)
             if self._queue.is_running(key):
                 continue

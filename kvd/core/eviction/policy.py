@@ -23,7 +23,7 @@ Invariant: facts are kept of the sessions in the order of all tiers that do not 
 sessions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import merge
@@ -113,8 +113,8 @@ class EvictionPolicy:
     def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Record that a turn of the session was submitted. The session need not be stored."""
 
-    def on_queue(self, keys: Touched, now_ns: int) -> None:  # noqa: ARG002
-        """Record that the state of these sessions in the queue has changed.
+    def on_queue(self, keys: Touched, unqueued: Iterable[SessionKey], now_ns: int) -> None:  # noqa: ARG002
+        """Record that the state of these sessions in the queue has changed; some do not wait.
 
         A running session's KV is in the engine's memory, so in DRAM it is evicted before others. On
         SSD it is not, because that may be the only copy.

@@ -9,7 +9,7 @@ read.
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
@@ -36,15 +36,18 @@ class PrefetchOrder:
         """Return the number of sessions that may have something to be read."""
         return len(self._open)
 
-    def on_queue(self, keys: Touched) -> None:
-        """Consider sessions whose places have changed, or that no longer wait. O(1) each."""
+    def on_queue(self, keys: Touched, unqueued: Iterable[SessionKey]) -> None:
+        """Consider sessions whose places have changed; some of them no longer wait. O(1) each."""
         self._open.put(keys)
-        for key in self._queue.not_queued(keys):
+        for key in unqueued:
             self._open.leave(key)
 
     def reopen(self, key: SessionKey) -> None:
         """Consider a session again, if it waits: bytes of it left DRAM, or came to SSD."""
-        self.on_queue({key: None})
+        if self._queue.is_queued(key):
+            self._open.put({key: None})
+        else:
+            self._open.leave(key)
 
     def settle(self, key: SessionKey) -> None:
         """Remove a session that has nothing more to be read for now."""
@@ -186,22 +189,19 @@ class SessionPlacement:
     def _new_turns(self, engine_id: int, change: QueueChange) -> set[SessionKey]:
         """Return the sessions with a new request, even if the same change reports its end."""
         if not self._has_requests(engine_id):
-            waiting = {request.key for request in change.waiting}
-            return waiting | {request.key for request in change.running}
+            return {*change.waiting.keys, *(request.key for request in change.running)}
         holds = self.queue.holds
-        waiting = {
-            request.key for request in change.waiting if not holds(engine_id, request.rank[2])
-        }
-        return waiting | {
+        waiting = zip(change.waiting.numbers, change.waiting.keys, strict=True)
+        return {key for number, key in waiting if not holds(engine_id, number)} | {
             request.key for request in change.running if not holds(engine_id, request.number)
         }
 
     def _has_requests(self, engine_id: int) -> bool:
         return bool(self.queue.num_waiting(engine_id) or self.queue.num_running(engine_id))
 
-    def _on_queue(self, touched: Touched) -> None:
+    def _on_queue(self, touched: Touched, unqueued: list[SessionKey]) -> None:
         """Update everything that depends on the queue, after a change of these sessions."""
-        for key in self._loaded.keys() & touched:
+        for key in self._loaded.keys() & touched.keys():
             is_running = self.queue.is_running(key)
             if (self._loaded[key] and not is_running) or not self.is_busy(key):
                 del self._loaded[key]
@@ -210,5 +210,5 @@ class SessionPlacement:
         for key in touched if self._arriving else ():
             if key in self._arriving:
                 self.policy.on_submit(key, self._now_ns)
-        self.policy.on_queue(touched, self._now_ns)
-        self.prefetching.on_queue(touched)
+        self.policy.on_queue(touched, unqueued, self._now_ns)
+        self.prefetching.on_queue(touched, unqueued)

@@ -13,7 +13,7 @@ from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import OWNER_DETACHED, OWNER_GONE, OWNER_REATTACHED
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import Lease, LoadLease
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueueChange, QueuedRequests
 from shared.types.session_key import SessionKey
 
 
@@ -35,7 +35,7 @@ class EngineReports:
         storer: Storer,
         prefetcher: Prefetcher,
         on_arrival: Callable[[Iterable[SessionKey]], None],
-        on_queue: Callable[[Iterable[QueuedRequest]], None],
+        on_queue: Callable[[QueuedRequests], None],
     ) -> None:
         self._state = state
         self._loader = loader

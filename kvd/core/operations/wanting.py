@@ -34,13 +34,12 @@ session has continued on another server since, and is asked for at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvd.core.operations.growing import GrowingSessions
 from kvd.core.records.actions import SESSION_WANTED
 from kvd.core.state.cache_state import CacheState
-from shared.types.queue_delta import QueuedRequest
+from shared.types.queue_delta import QueuedRequests
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -102,17 +101,17 @@ class WantedSessions:
 
     # ------------------------------------------------------------------------------------- asking
 
-    def on_queue(self, requests: Iterable[QueuedRequest]) -> None:
+    def on_queue(self, requests: QueuedRequests) -> None:
         """Ask for those of the waiting requests' sessions that lack history here."""
         if not self._state.limits.wants_sessions:
             return
         missing = [
-            request
-            for request in requests
-            if self._lacks(request.key, request.history_tokens) and self._is_at_rest(request.key)
+            (key, history_tokens)
+            for key, history_tokens in zip(requests.keys, requests.history_tokens, strict=True)
+            if self._lacks(key, history_tokens) and self._is_at_rest(key)
         ]
-        for request in sorted(missing, key=lambda request: not request.history_tokens):
-            self._want(request.key, request.history_tokens)
+        for key, history_tokens in sorted(missing, key=lambda request: not request[1]):
+            self._want(key, history_tokens)
 
     def _num_stored(self, key: SessionKey) -> int:
         session = self._state.sessions.get(key)

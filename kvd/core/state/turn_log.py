@@ -16,11 +16,12 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 from kvd.core.records.tier import Tier
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueueChange, QueuedRequests
 from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours
@@ -142,10 +143,10 @@ class TurnLog:
     def on_queue_replace(self, engine_id: int, queue: QueueChange, now_ns: int) -> None:
         """Record an engine's whole queue: O(requests)."""
         before = self._arrivals.get(engine_id, {})
-        self._arrivals[engine_id] = {
-            rank[2]: (before.get(rank[2], (now_ns,))[0], history_tokens)
-            for rank, _, history_tokens in queue.waiting
-        }
+        rows = zip(repeat(now_ns), queue.waiting.history_tokens)
+        arrivals = self._arrivals[engine_id] = dict(zip(queue.waiting.numbers, rows, strict=True))
+        for number in before.keys() & arrivals.keys():
+            arrivals[number] = (before[number][0], arrivals[number][1])
         self._record_started(engine_id, queue, before, now_ns)
 
     def on_queue_change(self, engine_id: int, change: QueueChange, now_ns: int) -> None:
@@ -252,10 +253,8 @@ class TurnLog:
         return turn
 
 
-def _record_arrivals(
-    arrivals: dict[int, Arrival], waiting: Sequence[QueuedRequest], now_ns: int
-) -> None:
+def _record_arrivals(arrivals: dict[int, Arrival], waiting: QueuedRequests, now_ns: int) -> None:
     """Record when requests were queued, and their history by the newest report."""
-    for request in waiting:
-        arrived_ns, _ = arrivals.get(request.rank[2], (now_ns, 0))
-        arrivals[request.rank[2]] = (arrived_ns, request.history_tokens)
+    for number, history_tokens in zip(waiting.numbers, waiting.history_tokens, strict=True):
+        arrived_ns, _ = arrivals.get(number, (now_ns, 0))
+        arrivals[number] = (arrived_ns, history_tokens)

@@ -13,6 +13,7 @@ from shared.types.lineage import Lineage
 from shared.types.queue_delta import QueueChange, QueuedRequest
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
+from tests.queue_changes import queue_change
 
 A = SessionKey("a", MODEL, "a")
 B = SessionKey("a", MODEL, "b")
@@ -30,7 +31,7 @@ def new_world(
 
 def queue_of(*keys: SessionKey) -> QueueChange:
     """Make a queue in which a turn of each of these sessions waits, in this order."""
-    return QueueChange([QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)])
+    return queue_change([QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)])
 
 
 def prepare_store(

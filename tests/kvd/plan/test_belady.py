@@ -4,19 +4,20 @@ from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.tier import Tier
 from kvd.plan.belady import BeladyPolicy
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 
 A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
 
 
 def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPolicy:
-    queue = QueueWindow(lambda keys: policy.on_queue(keys, 0))
+    queue = QueueWindow(lambda keys, unqueued: policy.on_queue(keys, unqueued, 0))
     policy = BeladyPolicy(PolicyContext(queue, lambda: 0), returns_ns)
     for key in used:
         policy.on_access(key, 0)
     queue.replace(
-        1, QueueChange(waiting=[QueuedRequest((0, 0.0, 1), D), QueuedRequest((0, 0.0, 2), E)]), 0
+        1, queue_change(waiting=[QueuedRequest((0, 0.0, 1), D), QueuedRequest((0, 0.0, 2), E)]), 0
     )
     return policy
 
@@ -40,7 +41,7 @@ def test_idle_sessions_on_ssd_are_read_ahead_in_order_of_return():
     policy.on_insert(C, Tier.DRAM)
     assert list(policy.returning(0)) == [A]
     del returns_ns[A]
-    policy.on_queue({A: None}, 0)
+    policy.on_queue({A: None}, [A], 0)
     assert list(policy.returning(0)) == []
     policy.on_evict(C, Tier.DRAM)
     policy.on_remove(C)

@@ -6,8 +6,9 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.tier import Tier
 from kvd.plan.tiers import Tiers
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 
 A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
 
@@ -34,7 +35,7 @@ class Shelf:
 
     def queue(self, *keys: SessionKey) -> None:
         waiting = [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)]
-        self.placement.replace_queue(1, QueueChange(waiting=waiting), self.now_ns)
+        self.placement.replace_queue(1, queue_change(waiting=waiting), self.now_ns)
 
     def where(self, *keys: SessionKey) -> list[Tier | None]:
         return [self.tiers.find(key) for key in keys]

@@ -4,7 +4,8 @@ import pytest
 
 from kvd.core.records.errors import InvalidRequestError
 from kvd.rpc.queue_replica import QueueReplica
-from shared.types.queue_delta import QueueChange, QueueUpdate
+from shared.types.queue_delta import QueueUpdate
+from tests.queue_changes import queue_change
 
 RIGHT = 7  # every queue's digest
 
@@ -19,7 +20,7 @@ class Replica(QueueReplica):
         return RIGHT
 
     def report(self, sequence, base=0, digest=RIGHT):
-        return self.apply_update(QueueUpdate(sequence, base, QueueChange(), digest))
+        return self.apply_update(QueueUpdate(sequence, base, queue_change(), digest))
 
 
 def test_changes_follow_the_last_accepted_update():

@@ -4,13 +4,22 @@ import math
 
 import pytest
 
+from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.errors import InvalidRequestError
 from kvd.rpc.queue_replica import queue_update
 from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import InvalidInputError
-from shared.types.queue_delta import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
+from shared.types.queue_delta import (
+    QueuedRequest,
+    QueueUpdate,
+    RunningRequest,
+    update_digest,
+    waiting_digest,
+)
+from shared.types.queue_feed import QueueFeed
 from shared.types.session_key import InvalidNameError, SessionKey
+from tests.queue_changes import queue_change
 
 MODEL = "0f"
 NUMBERS = list(range(4))
@@ -35,7 +44,7 @@ def decode_snapshot(max_requests=100, **fields) -> QueueUpdate:
 
 def test_a_snapshot_round_trips():
     """All of it, with several tenants."""
-    change = QueueChange(
+    change = queue_change(
         [
             QueuedRequest((-5, 0.1, 1), key_of("a"), 70),
             QueuedRequest((100, 2.0**60, (1 << 64) - 1), key_of("b", "other"), 0),
@@ -52,7 +61,79 @@ def test_a_snapshot_round_trips():
 def test_omitted_columns_have_defaults():
     """One tenant, the default one, and the order of the numbers."""
     requests = decode_snapshot(waiting=columns()).change.waiting
-    assert requests[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
+    assert list(requests)[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
+
+
+def reported(feed: QueueFeed) -> kvd_pb2.QueueSnapshot:
+    """Return the message of a feed's next update."""
+    update = feed.next_update(100)
+    feed.on_acknowledge(update.sequence, send_full=False)
+    return snapshot_message(5, update)
+
+
+def feed_of(*keys: SessionKey, priority: int = 0) -> QueueFeed:
+    feed = QueueFeed()
+    for number, key in enumerate(keys):
+        feed.on_wait((-priority, number / 3, number), key, 10 * number)
+    return feed
+
+
+@pytest.mark.parametrize("priority", [0, -2])
+@pytest.mark.parametrize("tenants", ["ttt", "tut"])
+def test_a_column_of_defaults_is_omitted(tenants, priority):
+    """The tenants if there is one, the priorities if all are 0; the queue stays the same."""
+    keys = [key_of(f"s{number}", tenant) for number, tenant in enumerate(tenants)]
+    message = reported(feed_of(*keys, priority=priority))
+    assert list(message.waiting.tenants) == ([] if tenants == "ttt" else [0, 1, 0])
+    assert list(message.waiting.priorities) == ([] if priority == 0 else [priority] * 3)
+    assert list(message.waiting.session_ids) == ["s0", "s1", "s2"]
+    waiting = queue_update(message, MODEL, 100).change.waiting
+    ranks = [(-priority, number / 3, number) for number in range(3)]
+    assert list(waiting) == [
+        QueuedRequest(rank, key, 10 * rank[2]) for rank, key in zip(ranks, keys, strict=True)
+    ]
+
+
+def test_the_sum_of_the_digests_comes_with_the_requests():
+    """A queue without it, of an older engine, has the same digest in kvd."""
+    feed = feed_of(key_of("a"), key_of("b", "u"), key_of("c"))
+    feed.on_run(7, key_of("d"))
+    message = reported(feed)
+    update = queue_update(message, MODEL, 100)
+    digests = [waiting_digest(one.rank, one.key) for one in update.change.waiting]
+    assert update.change.waiting.digest == update_digest(0, added=sum(digests))
+    message.waiting.ClearField("digest")
+    message.waiting.ClearField("checksum")
+    older = queue_update(message, MODEL, 100)
+    assert older.change.waiting.digest == 0
+    for queue in (update.change, older.change):
+        window = QueueWindow(lambda _keys, _unqueued: None)
+        assert window.replace(5, queue, 0) == message.digest
+        window.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": 1},
+        {"checksum": 0},
+        {"numbers": [0, 2, 1]},
+        {"numbers": [3, 1, 2]},
+        {"session_ids": ["a", "c", "b"]},
+        {"priorities": [0, 0, 1]},
+        {"start_tags": [0.0, 1.0, 2.0]},
+        {"tenants": [0, 0, 0]},
+    ],
+)
+def test_requests_that_do_not_match_their_checksum_are_refused(change):
+    """As with a wrong digest: kvd and the engine understand the columns differently."""
+    message = reported(feed_of(key_of("a"), key_of("b", "u"), key_of("c")))
+    assert queue_update(message, MODEL, 100)
+    for name in change:
+        message.waiting.ClearField(name)
+    message.waiting.MergeFrom(kvd_pb2.QueueJobs(**change))
+    with pytest.raises(InvalidRequestError, match="same release"):
+        queue_update(message, MODEL, 100)
 
 
 @pytest.mark.parametrize(

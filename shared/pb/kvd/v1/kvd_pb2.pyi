@@ -539,20 +539,24 @@ class AnswerFrame(_message.Message):
     def __init__(self, number: _Optional[int] = ..., response: _Optional[bytes] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., status: _Optional[bytes] = ...) -> None: ...
 
 class QueueJobs(_message.Message):
-    __slots__ = ("numbers", "session_ids", "tenants", "priorities", "start_tags", "history_tokens")
+    __slots__ = ("numbers", "session_ids", "tenants", "priorities", "start_tags", "history_tokens", "digest", "checksum")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     START_TAGS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     tenants: _containers.RepeatedScalarFieldContainer[int]
     priorities: _containers.RepeatedScalarFieldContainer[int]
     start_tags: _containers.RepeatedScalarFieldContainer[float]
     history_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., session_ids: _Optional[_Iterable[str]] = ..., tenants: _Optional[_Iterable[int]] = ..., priorities: _Optional[_Iterable[int]] = ..., start_tags: _Optional[_Iterable[float]] = ..., history_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    digest: int
+    checksum: int
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., session_ids: _Optional[_Iterable[str]] = ..., tenants: _Optional[_Iterable[int]] = ..., priorities: _Optional[_Iterable[int]] = ..., start_tags: _Optional[_Iterable[float]] = ..., history_tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class QueueSnapshot(_message.Message):
     __slots__ = ("engine_id", "sequence", "base_sequence", "digest", "start_interval_s", "tenants", "waiting", "running", "left")

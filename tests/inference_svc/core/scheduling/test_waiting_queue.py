@@ -229,7 +229,7 @@ def test_the_feed_gets_waiting_and_running_requests():
     def news():
         change = feed.next_update(10).change
         feed.on_acknowledge(feed._sequence, send_full=False)
-        return change.waiting, change.running, change.left
+        return list(change.waiting), change.running, change.left
 
     queue.add(one)
     waits = QueuedRequest((-3, 0.0, 0), one.key, 5)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.tier import Tier
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 
 ENGINE_ID = 1
 
@@ -26,7 +27,7 @@ class Sessions:
         self.capacity_bytes = capacity_bytes
         self.placement = SessionPlacement(POLICIES[policy], lambda: self.capacity_bytes)
         self.policy = self.placement.policy
-        self.placement.change_queue(ENGINE_ID, QueueChange(running=[ALWAYS]), 0)  # it is known
+        self.placement.change_queue(ENGINE_ID, queue_change(running=[ALWAYS]), 0)  # it is known
 
     def use(self, *names: str) -> None:
         for name in names:
@@ -36,7 +37,7 @@ class Sessions:
         """Have turns of exactly these sessions wait, in this order, and those run."""
         self.placement.replace_queue(
             ENGINE_ID,
-            QueueChange(
+            queue_change(
                 [QueuedRequest((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
                 [ALWAYS, *(RunningRequest(1000 + i, key_of(x)) for i, x in enumerate(running))],
             ),

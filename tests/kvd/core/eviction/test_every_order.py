@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.session_order import Guard
 from kvd.core.records.tier import Tier
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueuedRequest, RunningRequest
 from tests.kvd.core.eviction.sessions import Sessions, key_of
+from tests.queue_changes import queue_change
 from tests.sampled import examples
 
 NAMES = "abcdefgh"
@@ -89,7 +90,7 @@ class EveryOrder(RuleBasedStateMachine):
         request = QueuedRequest(
             (-priority, float(self.num_requests), self.num_requests), key_of(name)
         )
-        self._change(QueueChange([request], interval_ns=10**9))
+        self._change(queue_change([request], interval_ns=10**9))
 
     @rule(data=st.data())
     def start_a_request(self, data):
@@ -97,14 +98,14 @@ class EveryOrder(RuleBasedStateMachine):
             number = data.draw(st.sampled_from(waiting))
             name = self.requests[number][0]
             self.requests[number] = (name, False)
-            self._change(QueueChange(running=[RunningRequest(number, key_of(name))]))
+            self._change(queue_change(running=[RunningRequest(number, key_of(name))]))
 
     @rule(data=st.data())
     def finish_a_request(self, data):
         if self.requests:
             number = data.draw(st.sampled_from(sorted(self.requests)))
             del self.requests[number]
-            self._change(QueueChange(left=[number]))
+            self._change(queue_change(left=[number]))
 
     @rule()
     def lose_the_engine(self):

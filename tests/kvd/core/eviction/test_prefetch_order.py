@@ -4,8 +4,9 @@ import pytest
 
 from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.eviction.session_placement import MOST_LATE, PrefetchOrder
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 
 INTERVAL_NS = 1000
 ENGINE = 1
@@ -21,11 +22,11 @@ class Waiting:
         self.order = PrefetchOrder(self.queue)
         self.change(waiting=requests_of(*keys), interval_ns=interval_ns)
 
-    def _changed(self, keys) -> None:
-        self.order.on_queue(keys)
+    def _changed(self, keys, unqueued) -> None:
+        self.order.on_queue(keys, unqueued)
 
     def change(self, engine=ENGINE, **change) -> None:
-        self.queue.change(engine, QueueChange(**change), now_ns=0)
+        self.queue.change(engine, queue_change(**change), now_ns=0)
 
     def pick(self, window=100, late=()):
         return self.order.pick(window, lambda key, _starts_in_ns: key not in late)

@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 
 import pytest
 
 from kvd.core.eviction.queue_window import QueueWindow
 from shared.types.queue_delta import (
-    QueueChange,
     QueuedRequest,
     RunningRequest,
     running_digest,
@@ -16,6 +14,7 @@ from shared.types.queue_delta import (
     waiting_digest,
 )
 from shared.types.session_key import SessionKey
+from tests.queue_changes import queue_change
 
 MS = 1_000_000
 
@@ -35,15 +34,16 @@ class Window:
         self.reported: Counter[str] = Counter()
         self.queue = QueueWindow(self._changed)
 
-    def _changed(self, keys: Collection[SessionKey]) -> None:
+    def _changed(self, keys: Collection[SessionKey], unqueued: list[SessionKey]) -> None:
         self.queue.check()  # notifications come after the whole change
+        assert unqueued == [key for key in keys if not self.queue.is_queued(key)]
         self.reported.update(key.session_id for key in keys)
 
     def replace(
         self, engine_id: int, *requests: QueuedRequest, running=(), now_ns=0, interval_ns=0
     ) -> int:
         self.reported.clear()
-        change = QueueChange(requests, running, (), interval_ns)
+        change = queue_change(requests, running, (), interval_ns)
         digest = self.queue.replace(engine_id, change, now_ns)
         self.queue.check()
         return digest
@@ -52,7 +52,7 @@ class Window:
         self, engine_id: int, *requests: QueuedRequest, running=(), left=(), now_ns=0
     ) -> int:
         self.reported.clear()
-        digest = self.queue.change(engine_id, QueueChange(requests, running, left), now_ns)
+        digest = self.queue.change(engine_id, queue_change(requests, running, left), now_ns)
         self.queue.check()
         return digest
 
@@ -197,9 +197,9 @@ def test_a_session_has_the_place_of_its_first_turn():
     window = Window()
     window.replace(1, request(1, "s"), request(2), request(3, "s"))
     window.replace(2, running=[RunningRequest(1, key_of("s"))])
-    assert window.queue.place(key_of("s")).rank[2] == 1
+    assert window.queue.place(key_of("s"))[2][2] == 1
     window.change(1, left=[1])
-    assert window.queue.place(key_of("s")).rank[2] == 3
+    assert window.queue.place(key_of("s"))[2][2] == 3
     window.change(1, left=[3])
     assert window.queue.place(key_of("s")) is None
     assert window.queue.is_running(key_of("s"))
@@ -207,10 +207,10 @@ def test_a_session_has_the_place_of_its_first_turn():
 
 def test_many_turns_of_one_session_cost_as_much_as_those_of_many():
     """A client that queues ten thousand turns in one session does not delay the others."""
-    window = QueueWindow(lambda _: None)
-    requests = QueueChange([request(n, "same") for n in range(10_000)])
+    window = QueueWindow(lambda _keys, _unqueued: None)
+    requests = queue_change([request(n, "same") for n in range(10_000)])
     window.replace(1, requests, 0)
-    window.change(1, replace(requests, waiting=(), left=range(0, 10_000, 2)), 0)
+    window.change(1, queue_change(left=range(0, 10_000, 2)), 0)
     assert len(window) == 5000
     window.check()
 
@@ -242,6 +242,6 @@ def test_a_start_is_estimated_at_arrival():
     window.change(1, request(0, tag=0.5), now_ns=100 * MS)
     places = [window.queue.place(key_of(n)) for n in range(7)]
     starts_ns = [MS, MS, 2 * MS, 2 * MS, 4 * MS]
-    assert [place.starts_at_ns - 10 for place in places[:5]] == starts_ns
-    assert [place.starts_at_ns for place in places[5:]] == [5 * MS, 5 * MS]
+    assert [place[0] - 10 for place in places[:5]] == starts_ns
+    assert [place[0] for place in places[5:]] == [5 * MS, 5 * MS]
     assert [window.queue.starts_in_ns(place) for place in places] == [n * MS for n in range(1, 8)]

@@ -2,10 +2,11 @@
 
 from kvd.core.records.actions import ReadBlock
 from kvd.core.state.limits import Limits
-from shared.types.queue_delta import QueueChange, RunningRequest
+from shared.types.queue_delta import RunningRequest
 from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, A, B, C, new_world, queue_of, store
 from tests.property.cache_world import SHAPE, CacheWorld
 from tests.property.expecting_policy import ExpectingPolicy
+from tests.queue_changes import queue_change
 
 BLOCK_BYTES = SHAPE.full_bytes  # bytes of a read
 ONE, MANY = BLOCK_BYTES, 64 * BLOCK_BYTES  # in flight
@@ -40,7 +41,7 @@ def queue(world, *keys, engine_id=ENGINE_ID):
 
 def run(world, key, number=99):
     """Run a turn of the session, and no other."""
-    change = QueueChange(running=[RunningRequest(number, key)])
+    change = queue_change(running=[RunningRequest(number, key)])
     world.engine.engines.replace_queue(ENGINE_ID, change)
     world.pump()
 

@@ -9,7 +9,7 @@ from kvd.core.io.announcing import LOOK_NS
 from kvd.core.records.actions import SESSION_DROPPED, SESSION_NEAR_EVICTION, Emit
 from kvd.core.records.entries import Pin
 from kvd.core.state.limits import TenantLimits
-from shared.types.queue_delta import QueueChange, RunningRequest
+from shared.types.queue_delta import RunningRequest
 from tests.kvd.core.operations.sparse_worlds import discard
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -27,6 +27,7 @@ from tests.kvd.core.turns import (
     wait,
 )
 from tests.property.cache_world import LAYOUT, CacheWorld
+from tests.queue_changes import queue_change
 
 KEYS = [A._replace(session_id=f"s{number}") for number in range(64)]
 QUOTA = {"tenant_limits": lambda _: TenantLimits(quota_bytes=16 * LAYOUT.block_bytes)}
@@ -207,7 +208,7 @@ def test_a_running_session_is_not_near_eviction(num_slots, num_extents, limits):
     """In DRAM it ranks first, because its engine has it, but it is lost only after all others."""
     world = announcing_world(num_slots, num_extents, policy="lookahead_queue", **limits)
     fill(world, 15)
-    running = QueueChange(running=[RunningRequest(1, KEYS[0])])
+    running = queue_change(running=[RunningRequest(1, KEYS[0])])
     world.engine.engines.change_queue(ENGINE_ID, running)
     fill(world, 1, first=15)
     assert take_announced(world) == KEYS[1:3]

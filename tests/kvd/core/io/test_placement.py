@@ -12,7 +12,7 @@ from kvd.core.records.entries import Pin
 from kvd.core.records.tier import Admission, Tier
 from kvd.core.state.limits import Limits
 from kvd.core.state.session_history import MoveKind
-from shared.types.queue_delta import QueueChange, RunningRequest
+from shared.types.queue_delta import RunningRequest
 from tests.kvd.core.turns import (
     ENGINE_ID,
     ONES,
@@ -31,8 +31,9 @@ from tests.kvd.core.turns import (
     tiers_of,
 )
 from tests.property.cache_world import CacheWorld
+from tests.queue_changes import queue_change
 
-CONTEXT = PolicyContext(QueueWindow(lambda key: None), lambda: 0)
+CONTEXT = PolicyContext(QueueWindow(lambda _keys, _unqueued: None), lambda: 0)
 
 
 def test_the_coldest_session_leaves_dram_tail_first():
@@ -189,8 +190,8 @@ def test_a_queued_session_goes_last():
 def test_blocks_stored_by_a_running_turn_may_leave_dram(is_running):
     """Its engine has these rows; it has yet to load the blocks stored before the turn began."""
     world = new_world(num_slots=2)
-    starts = QueueChange(running=[RunningRequest(0, A)])
-    world.engine.engines.replace_queue(ENGINE_ID, starts if is_running else QueueChange())
+    starts = queue_change(running=[RunningRequest(0, A)])
+    world.engine.engines.replace_queue(ENGINE_ID, starts if is_running else queue_change())
     store(world, A, ONES)
     world.engine.engines.replace_queue(ENGINE_ID, starts)
     store(world, B, TWOS)

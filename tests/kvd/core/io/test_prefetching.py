@@ -6,7 +6,7 @@ from kvd.core.io.prefetching import LOOK_NS, MOST_STEPS, plan_session
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock
 from shared.types.granted_slots import Lookup
-from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
+from shared.types.queue_delta import QueuedRequest, RunningRequest
 from tests.kvd.core.io.reading_worlds import (
     BLOCK_BYTES,
     ONE,
@@ -37,6 +37,7 @@ from tests.kvd.core.turns import (
     tiers_of,
     wait,
 )
+from tests.queue_changes import queue_change
 
 OTHER_ENGINE_ID = 2
 
@@ -203,7 +204,7 @@ def test_a_session_that_would_be_late_yields_to_one_in_time():
     world.now_ns += 100  # the time a block takes
     world.finish_all(ReadBlock)
     requests = queue_of(A, B)
-    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=150))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_change(requests.waiting, interval_ns=150))
     world.pump()
     assert finish_reads(world) == [B, A, A, A, A]
 
@@ -216,7 +217,7 @@ def test_a_session_that_is_in_time_keeps_its_place():
     world.now_ns += 100
     world.finish_all(ReadBlock)
     requests = queue_of(A, B)
-    world.engine.engines.replace_queue(ENGINE_ID, QueueChange(requests.waiting, interval_ns=400))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_change(requests.waiting, interval_ns=400))
     world.pump()
     assert finish_reads(world) == [A, A, A, A, B]
 
@@ -306,7 +307,7 @@ def test_a_request_with_a_new_rank_is_read_in_its_new_order():
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
     queue(world, A, B, C)
-    change = QueueChange([QueuedRequest((-1, 0.0, 2), C)])
+    change = queue_change([QueuedRequest((-1, 0.0, 2), C)])
     world.engine.engines.change_queue(ENGINE_ID, change)
     world.pump()
     assert finish_reads(world) == [A, C, B]
@@ -320,7 +321,7 @@ def test_a_turn_that_follows_another_is_loaded_again():
     store(world, C, THREES)
     run(world, A)
     load(world, A, ONES)
-    change = QueueChange(running=[RunningRequest(100, A)], left=[99])
+    change = queue_change(running=[RunningRequest(100, A)], left=[99])
     world.engine.engines.change_queue(ENGINE_ID, change)
     world.pump()
     store(world, C, tokens_of(C, 2))

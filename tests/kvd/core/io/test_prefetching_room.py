@@ -7,7 +7,7 @@ from kvd.core.io.prefetching import MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import ReadBlock, WriteBlock
 from kvd.core.records.tier import Admission
-from shared.types.queue_delta import QueueChange, RunningRequest
+from shared.types.queue_delta import RunningRequest
 from tests.kvd.core.io.reading_worlds import (
     BLOCK_BYTES,
     ONE,
@@ -36,6 +36,7 @@ from tests.kvd.core.turns import (
     tiers_of,
     wait,
 )
+from tests.queue_changes import queue_change
 
 
 def test_a_session_that_is_needed_sooner_does_not_give_way():
@@ -193,7 +194,7 @@ def test_slots_are_reserved_for_the_stores_of_running_turns(num_slots, num_read,
         world.pump()
     world.quiesce()
     waiting = queue_of(B).waiting
-    change = QueueChange(waiting, [RunningRequest(99, A)])
+    change = queue_change(waiting, [RunningRequest(99, A)])
     world.engine.engines.replace_queue(ENGINE_ID, change)
     world.pump()
     finish_reads(world)

@@ -16,6 +16,7 @@ from tests.kvd.core.turns import (
     queue_of,
     store,
 )
+from tests.queue_changes import queue_change
 
 NEW_ID = 2
 
@@ -96,7 +97,6 @@ def test_equal_queues_have_equal_digests():
     other = engines.replace_queue(ENGINE_ID, queue_of(A))
     assert first != other
     assert engines.num_requests(ENGINE_ID) == (1, 0)
-    more = queue_of(A, B, C)
-    more.waiting[:1] = []
-    assert engines.change_queue(ENGINE_ID, more) == first
+    _, *more = queue_of(A, B, C).waiting
+    assert engines.change_queue(ENGINE_ID, queue_change(more)) == first
     assert engines.num_requests(ENGINE_ID) == (3, 0)

@@ -9,7 +9,7 @@ from kvd.core.records.errors import ErasingError
 from kvd.core.state.limits import TenantLimits
 from kvd.core.state.session_history import MoveKind
 from shared.types.awaited_tools import MAX_AWAITED_TOOLS, InvalidToolNamesError
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from shared.types.session_key import SessionKey
 from tests.kvd.core.operations.test_reconfiguring import is_stored
 from tests.kvd.core.turns import (
@@ -32,8 +32,9 @@ from tests.kvd.core.turns import (
     world_with_a_on_ssd,
 )
 from tests.property.cache_world import LAYOUT, CacheWorld, to_bytes
+from tests.queue_changes import queue_change
 
-ALWAYS = QueueChange([QueuedRequest((0, 0.0, 99), SessionKey("a", "m", "always"))])
+ALWAYS = queue_change([QueuedRequest((0, 0.0, 99), SessionKey("a", "m", "always"))])
 WHERE = ("dram", "ssd", "gone")
 
 
@@ -73,7 +74,7 @@ def returns(world: CacheWorld, kind: str = "returns") -> tuple[int, ...]:
 
 def arrive(world: CacheWorld, key: SessionKey, number: int = 1) -> None:
     """Let a turn of a session begin to wait, at an attached engine."""
-    change = QueueChange([QueuedRequest((0, 0.0, number), key)])
+    change = queue_change([QueuedRequest((0, 0.0, number), key)])
     world.engine.engines.change_queue(ENGINE_ID, change)
 
 
@@ -274,7 +275,7 @@ def test_returns_are_counted_by_the_sessions_tier():
     arrive(world, A)
     arrive(world, B, 2)
     assert returns(world) == (1, 1, 0)
-    again = QueueChange([QueuedRequest((0, 5.0, number), key) for number, key in ((1, A), (2, B))])
+    again = queue_change([QueuedRequest((0, 5.0, number), key) for number, key in ((1, A), (2, B))])
     world.engine.engines.change_queue(ENGINE_ID, again)
     world.engine.engines.replace_queue(ENGINE_ID, again)
     assert returns(world) == (1, 1, 0)

@@ -8,7 +8,7 @@ from kvd.core.operations.growing import PACE_NS, Growth
 from kvd.core.operations.wanting import ANSWER_NS, ASK_AGAIN_NS, MOST_PER_S, REST_NS
 from kvd.core.records.actions import SESSION_WANTED, Emit, FetchEnded
 from shared.types.lineage import WHOLE
-from shared.types.queue_delta import QueueChange, QueuedRequest
+from shared.types.queue_delta import QueuedRequest
 from shared.types.units import NS_PER_S
 from tests.kvd.core.turns import (
     ENGINE_ID,
@@ -25,6 +25,7 @@ from tests.kvd.core.turns import (
     store,
 )
 from tests.property.cache_world import to_bytes
+from tests.queue_changes import queue_change
 
 RESULTS = ("fetched", "absent", "unanswered", "late", "partly")
 
@@ -36,7 +37,7 @@ def report_waiting(world, *requests, replaces=False):
     world.events.clear()
     engines = world.engine.engines
     take = engines.replace_queue if replaces else engines.change_queue
-    take(ENGINE_ID, QueueChange(waiting))
+    take(ENGINE_ID, queue_change(waiting))
     world.pump()
     found = [e for e in world.events if isinstance(e, Emit) and e.name == SESSION_WANTED]
     return [(event.key, event.fields["num_tokens"]) for event in found]

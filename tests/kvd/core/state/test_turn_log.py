@@ -10,13 +10,14 @@ from shared.types.queue_delta import QueueChange, QueuedRequest, RunningRequest
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ENGINE_ID, ONES, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes
+from tests.queue_changes import queue_change
 
 ENGINE = 7
 A, B = (SessionKey("default", "ab" * 16, name) for name in "ab")
 
 
 def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChange:
-    return QueueChange(waiting=[QueuedRequest((0, 0.0, number), key, history_tokens)])
+    return queue_change(waiting=[QueuedRequest((0, 0.0, number), key, history_tokens)])
 
 
 def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
@@ -44,7 +45,7 @@ def test_a_turn_begins_when_its_request_runs() -> None:
     """It arrived when its request began to wait; the queue has the length of its history."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, _waiting(A, 1, 33), 100)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)]), 150)
     log.on_request(A, 40, 160, is_running=True)
     log.on_store(A, 60, 170)
     assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
@@ -56,7 +57,7 @@ def test_a_load_before_its_request_is_reported_to_run() -> None:
     _turn(log, A, 20, 50, 10)
     log.on_queue_change(ENGINE, _waiting(A, 1, 50), 100)
     log.on_request(A, 60, 140, is_running=False)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 150)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)]), 150)
     log.on_store(A, 80, 170)
     _, turn = log
     assert (turn.turn, turn.arrived_ns, turn.wanted_tokens) == (2, 100, 50)
@@ -65,7 +66,7 @@ def test_a_load_before_its_request_is_reported_to_run() -> None:
 def test_a_preempted_turn_is_still_one_turn() -> None:
     """It waits, runs and loads again under the same number."""
     log = TurnLog(10)
-    running = QueueChange(running=[RunningRequest(1, A)])
+    running = queue_change(running=[RunningRequest(1, A)])
     log.on_queue_change(ENGINE, running, 10)
     log.on_request(A, 20, 10, is_running=True)
     log.on_store(A, 30, 20)
@@ -80,12 +81,12 @@ def test_a_preempted_turn_is_still_one_turn() -> None:
 def test_a_turn_that_is_reported_late() -> None:
     """Its load wants more than the turn before has computed, which is still reported as running."""
     log = TurnLog(10)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 10)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)]), 10)
     log.on_request(A, 20, 10, is_running=True)
     log.on_store(A, 30, 20)
     log.on_request(A, 36, 40, is_running=True)
     log.on_store(A, 45, 50)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(2, A)], left=[1]), 55)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(2, A)], left=[1]), 55)
     log.on_store(A, 50, 60)
     assert [(turn.started_ns, turn.ended_ns, turn.stored_tokens) for turn in log] == [
         (10, 20, 30),
@@ -100,7 +101,7 @@ def test_a_full_queue_keeps_known_arrivals() -> None:
         log.on_queue_change(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
     log.on_queue_replace(ENGINE, _waiting(A, 1), 50)
     for key, number in ((A, 1), (B, 2)):
-        log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(number, key)]), 60)
+        log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(number, key)]), 60)
         log.on_request(key, 5, 60, is_running=True)
     assert [turn.arrived_ns for turn in log] == [10, 60]
 
@@ -110,9 +111,9 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
     log = TurnLog(10)
     log.on_queue_change(ENGINE, _waiting(A, 1), 10)
     log.on_engine_gone(ENGINE)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 60)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)]), 60)
     log.on_request(A, 5, 60, is_running=True)
-    log.on_queue_change(ENGINE + 1, QueueChange(running=[RunningRequest(1, A)]), 70)
+    log.on_queue_change(ENGINE + 1, queue_change(running=[RunningRequest(1, A)]), 70)
     log.on_store(A, 9, 80)
     assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
 
@@ -120,9 +121,9 @@ def test_a_queue_is_forgotten_with_its_engine() -> None:
 def test_a_session_in_the_engines_memory_loads_nothing() -> None:
     """Its turn is known from its request and its stores."""
     log = TurnLog(10)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 10)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(0, A)]), 10)
     _turn(log, A, 20, 50, 10)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)], left=[0]), 60)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)], left=[0]), 60)
     log.on_store(A, 80, 90)
     _, turn = log
     assert turn == RecordedTurn(1, 2, 60, 60, 90, 50, 0, 0, 80, is_asked=False)
@@ -135,7 +136,7 @@ def test_the_last_report_gives_the_length_of_the_history(is_full: bool) -> None:
     log.on_queue_change(ENGINE, _waiting(A, 1, 90), 10)
     take = log.on_queue_replace if is_full else log.on_queue_change
     take(ENGINE, _waiting(A, 1, 40), 20)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 30)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(1, A)]), 30)
     log.on_request(A, 100, 31, is_running=True)
     (turn,) = log
     assert (turn.arrived_ns, turn.wanted_tokens) == (10, 40)
@@ -165,8 +166,8 @@ def test_a_turn_that_only_waits_is_not_recorded() -> None:
     """Its request is withdrawn, or runs without loading or storing."""
     log = TurnLog(10)
     log.on_queue_change(ENGINE, _waiting(A, 1), 10)
-    log.on_queue_change(ENGINE, QueueChange(left=[1]), 20)
-    log.on_queue_change(ENGINE, QueueChange(running=[RunningRequest(2, B)]), 20)
+    log.on_queue_change(ENGINE, queue_change(left=[1]), 20)
+    log.on_queue_change(ENGINE, queue_change(running=[RunningRequest(2, B)]), 20)
     assert not list(log)
 
 
@@ -203,7 +204,7 @@ def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
                 case "Q":
                     log.on_queue_replace(ENGINE, _waiting(key, number, 5), now_ns)
                 case "q":
-                    change = QueueChange(running=[RunningRequest(number, key)], left=[number + 1])
+                    change = queue_change(running=[RunningRequest(number, key)], left=[number + 1])
                     log.on_queue_change(ENGINE, change, now_ns)
                 case _:
                     log.on_engine_gone(ENGINE)
@@ -237,21 +238,21 @@ def test_the_engine_records_loads_stores_and_discards() -> None:
 def test_a_request_reaches_the_log_through_the_engine() -> None:
     """A full queue and its changes; when the engine ends, its queue is forgotten."""
     world = new_world()
-    queued = QueueChange([QueuedRequest((0, 0.0, 5), A, 3)])
+    queued = queue_change([QueuedRequest((0, 0.0, 5), A, 3)])
     world.now_ns = 1000
     world.engine.engines.replace_queue(ENGINE_ID, queued)
     world.now_ns = 2000
-    change = QueueChange(running=[RunningRequest(5, A)])
+    change = queue_change(running=[RunningRequest(5, A)])
     world.engine.engines.change_queue(ENGINE_ID, change)
     world.now_ns = 3000
     world.engine.loads.prepare(A, to_bytes(ONES), 0, ENGINE_ID)
     (turn,) = world.engine.inspection.turns
     assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
     world.now_ns = 4000
-    world.engine.engines.replace_queue(ENGINE_ID, QueueChange([QueuedRequest((0, 0.0, 6), B, 3)]))
+    world.engine.engines.replace_queue(ENGINE_ID, queue_change([QueuedRequest((0, 0.0, 6), B, 3)]))
     world.now_ns = 5000
     world.engine.engines.remove(ENGINE_ID)
     world.now_ns = 6000
-    world.engine.engines.change_queue(ENGINE_ID, QueueChange(running=[RunningRequest(6, B)]))
+    world.engine.engines.change_queue(ENGINE_ID, queue_change(running=[RunningRequest(6, B)]))
     world.engine.loads.prepare(B, to_bytes(ONES), 0, ENGINE_ID)
     assert [turn.arrived_ns for turn in world.engine.inspection.turns] == [1000, 6000]
