@@ -151,9 +151,8 @@ class ReportedErrorInterceptor(CallInterceptor):
     def __init__(self, domain: str) -> None:
         self.domain = domain
 
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """See CallInterceptor."""
-        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
         return make_handler(
             wrap(method, behaviour_of(handler)),

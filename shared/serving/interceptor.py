@@ -98,9 +98,8 @@ class AccessInterceptor(CallInterceptor):
         self._metrics = metrics or RpcMetrics()
         self._refusals = RefusalLog()
 
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """See CallInterceptor."""
-        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
         # Single requests become streams: otherwise grpc reads the message before it calls us.
         is_read_here = handler.request_streaming or not self._leaves_reading
