@@ -128,9 +128,8 @@ class _Context:
     """What interceptors take from a gRPC call's context."""
 
     def __init__(self, call: pb.CallFrame) -> None:
-        self.metadata = tuple(call.metadata.items())
-        self.failure = pb.AnswerFrame()  # set by abort
-        self._number = call.number
+        self.failure: pb.AnswerFrame  # set by abort
+        self._call = call
         self._code: grpc.StatusCode | None = None
         self._until_s = time.monotonic() + call.timeout_s if call.timeout_s else None
 
@@ -143,7 +142,7 @@ class _Context:
         """End the call with a status."""
         self._code = code
         status = dict(trailing_metadata).get(DETAILS_KEY, b"")
-        self.failure = _failure(self._number, code, details, status)
+        self.failure = _failure(self._call.number, code, details, status)
         raise grpc.aio.AbortError
 
     def code(self) -> grpc.StatusCode | None:
@@ -156,7 +155,7 @@ class _Context:
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         """Return what came with the call."""
-        return self.metadata
+        return tuple(self._call.metadata.items())
 
     def peer(self) -> str:
         """Return where the call comes from, as gRPC names a Unix socket without a path."""

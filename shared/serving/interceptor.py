@@ -112,10 +112,10 @@ class AccessInterceptor(CallInterceptor):
         )
 
     def _single(self, method: str, handler: Any) -> Any:
-        behaviour = behaviour_of(handler)
+        behaviour, role = behaviour_of(handler), self._role_for(method)
 
         async def answer(requests: Any, context: Any) -> Any:
-            identity = self._admit(method, context)
+            identity = self._admit(method, role, context)
             if identity is None:
                 request = await self._read(handler, requests, STRANGER, MAX_STRANGERS)
                 return await behaviour(request, context)
@@ -125,10 +125,10 @@ class AccessInterceptor(CallInterceptor):
         return answer
 
     def _streaming(self, method: str, handler: Any) -> Any:
-        behaviour = behaviour_of(handler)
+        behaviour, role = behaviour_of(handler), self._role_for(method)
 
         async def answer(requests: Any, context: Any) -> AsyncIterator[Any]:
-            identity = self._admit(method, context)
+            identity = self._admit(method, role, context)
             assert identity is not None, "OPEN_METHOD has one response"  # noqa: S101
             self._count_stream(identity, context)
             request = await self._request(method, handler, identity, requests, context)
@@ -141,14 +141,17 @@ class AccessInterceptor(CallInterceptor):
 
         return answer
 
-    def _admit(self, method: str, context: Any) -> Identity | None:
+    def _role_for(self, method: str) -> str | None:
+        """Return the role that a method requires; None: none."""
+        return self._roles.get(method.split("/")[1])
+
+    def _admit(self, method: str, role: str | None, context: Any) -> Identity | None:
         """Return the caller, after checking its role; None: an unknown caller's health check."""
         identity = None
         if self._socket_identity is None:
             self._metrics.tls.on_call(context.peer())
         try:
             identity = self._identify(context)
-            role = self._roles.get(method.split("/")[1])
             if role is not None:
                 identity.check_role(role)
             if role == AUDITED:
