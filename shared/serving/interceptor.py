@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeAlias
 
-import grpc
-
 from shared.access.channels import AUTHORIZATION
 from shared.access.clients import ClientBook, StreamCounts, authenticate
 from shared.access.identity import Identity, act_as

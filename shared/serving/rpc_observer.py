@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 from opentelemetry.trace import Span
 
 from shared.access.credentials import TlsConnections

@@ -121,11 +121,15 @@ def extract_trace_context(metadata: Sequence[tuple[str, str | bytes]] | None) ->
 
 def outgoing() -> Metadata | None:
     """Return metadata that makes the callee's spans children of the current one; None: no span."""
-    if not trace.get_current_span().get_span_context().is_valid:
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
         return None
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return tuple(carrier.items())
+    # As _PROPAGATOR.inject does, in half the time: every call of kvd has them.
+    ids = f"{context.trace_id:032x}-{context.span_id:016x}"
+    parent = "traceparent", f"00-{ids}-{context.trace_flags:02x}"
+    if not context.trace_state:
+        return (parent,)
+    return parent, ("tracestate", context.trace_state.to_header())
 
 
 # ------------------------------------------------------------------------------------------- spans

@@ -145,9 +145,9 @@ def load(deed, token_ids=b""):
     return pb.PrepareLoadRequest(session=pb.SessionKey(session_id=deed), token_ids=token_ids)
 
 
-def do(channel, deed, token_ids=b"", **options):
+async def do(channel, deed, token_ids=b"", **options):
     """Call for a deed."""
-    return kvd_pb2_grpc.EngineStub(channel).PrepareLoad(load(deed, token_ids), **options)
+    return await kvd_pb2_grpc.EngineStub(channel).PrepareLoad(load(deed, token_ids), **options)
 
 
 def send_bytes(channel, method, request):

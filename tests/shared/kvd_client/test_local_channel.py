@@ -106,7 +106,7 @@ async def test_answers_to_nobody_are_dropped():
     async with answering(answer_odd_ones) as local:
         call = kvd_pb2_grpc.EngineStub(local).EndSession
         assert await call(pb.EndSessionRequest(), timeout=60) == pb.EndSessionResponse()
-        unanswered = asyncio.create_task(call(pb.EndSessionRequest(), timeout=60))
+        unanswered = asyncio.ensure_future(call(pb.EndSessionRequest(), timeout=60))
         await until(lambda: 2 in local._waiting)
         assert await call(pb.EndSessionRequest(), timeout=60) == pb.EndSessionResponse()
         assert not unanswered.done()
