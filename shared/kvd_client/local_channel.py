@@ -5,6 +5,7 @@ as one of gRPC does: it ends with an answer, with grpc.aio.AioRpcError, or when 
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +46,9 @@ class LocalChannel:
         self._frames = FrameStream(self._take, MAX_FRAME_BYTES)
         self._waiting: dict[int, _Waiting] = {}  # by the call's number
         self._last_number = 0
+        # One timer for all calls, because almost none needs it: it fires at the earliest deadline
+        # of those that waited when it was set.
+        self._timer: asyncio.TimerHandle | None = None
 
     async def open(self, fd: int) -> None:
         """Call over a connected stream socket, whose descriptor is ours from now on.
@@ -86,17 +90,19 @@ class LocalChannel:
         ) -> asyncio.Future[Any]:
             loop = asyncio.get_running_loop()
             response: asyncio.Future[Any] = loop.create_future()
+            timeout_s = math.inf if timeout is None else timeout
             message = request_serializer(request)
-            if (failure := self._reason_not_to_send(message, timeout)) is not None:
+            if (failure := self._reason_not_to_send(message, timeout_s)) is not None:
                 response.set_exception(failure)
                 return response
             self._last_number += 1
             number = self._last_number
-            self._waiting[number] = _Waiting(response, method, response_deserializer)
-            timer = None
-            if timeout is not None:
-                timer = loop.call_later(timeout, _expire, response, timeout)
-            response.add_done_callback(partial(self._stop_waiting, number, timer))
+            until_s = loop.time() + timeout_s
+            self._waiting[number] = _Waiting(
+                response, method, response_deserializer, timeout_s, until_s
+            )
+            self._set_timer(until_s)
+            response.add_done_callback(partial(self._stop_waiting, number))
             frame = pb.CallFrame(
                 number=number,
                 method=method,
@@ -110,25 +116,38 @@ class LocalChannel:
 
         return call
 
-    def _reason_not_to_send(
-        self, message: bytes, timeout_s: float | None
-    ) -> grpc.aio.AioRpcError | None:
+    def _reason_not_to_send(self, message: bytes, timeout_s: float) -> grpc.aio.AioRpcError | None:
         if len(message) > MAX_MESSAGE_BYTES:
             why = too_large(len(message), MAX_MESSAGE_BYTES)
             return _error(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         if self._frames.ended.done():
             why = "kvd has closed the socket of local calls"
             return _error(grpc.StatusCode.UNAVAILABLE, why)
-        if timeout_s is not None and timeout_s <= 0:
+        if timeout_s <= 0:
             return _error(grpc.StatusCode.DEADLINE_EXCEEDED, "the time for the call is over")
         return None
 
-    def _stop_waiting(
-        self, number: int, timer: asyncio.TimerHandle | None, _response: asyncio.Future[Any]
-    ) -> None:
-        """End the wait for an answer; if it has not come, tell kvd that nobody waits any more."""
-        if timer is not None:
-            timer.cancel()
+    def _set_timer(self, until_s: float) -> None:
+        """Have late calls ended at a time of the event loop, if that is not done before."""
+        if until_s == math.inf or (self._timer is not None and self._timer.when() <= until_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(until_s, self._end_late_calls)
+
+    def _end_late_calls(self) -> None:
+        """Fail the calls that have no answer in time."""
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for waiting in self._waiting.values():
+            if waiting.until_s > now_s:
+                self._set_timer(waiting.until_s)
+            elif not waiting.response.done():
+                why = f"no answer within {waiting.timeout_s:g} s"
+                waiting.response.set_exception(_error(grpc.StatusCode.DEADLINE_EXCEEDED, why))
+
+    def _stop_waiting(self, number: int, _response: asyncio.Future[Any]) -> None:
+        """Forget a call that has ended; without an answer, tell kvd that nobody waits any more."""
         if self._waiting.pop(number, None) is not None:
             self._frames.send(pb.CallFrame(number=number).SerializeToString())
 
@@ -145,6 +164,8 @@ class LocalChannel:
 
     def _end_calls(self) -> None:
         """Fail the calls that are under way; log why, if kvd has broken the protocol."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._frames.fault:
             log.warning("kvd_answer_unreadable", reason=self._frames.fault)
         for waiting in self._waiting.values():
@@ -161,6 +182,8 @@ class _Waiting(NamedTuple):
     response: asyncio.Future[Any]
     method: str
     deserialize: Callable[[bytes], Any]
+    timeout_s: float
+    until_s: float  # on the event loop's clock
 
     def end_with(self, answer: pb.AnswerFrame) -> None:
         """Give the answer to the caller."""
@@ -175,13 +198,6 @@ class _Waiting(NamedTuple):
             self.response.set_exception(_error(grpc.StatusCode.INTERNAL, why))
         else:
             self.response.set_result(response)
-
-
-def _expire(response: asyncio.Future[Any], timeout_s: float) -> None:
-    """Fail a call that has no answer in time."""
-    if not response.done():
-        why = f"no answer within {timeout_s:g} s"
-        response.set_exception(_error(grpc.StatusCode.DEADLINE_EXCEEDED, why))
 
 
 def _error(code: grpc.StatusCode, text: str, status: bytes = b"") -> grpc.aio.AioRpcError:

@@ -115,6 +115,34 @@ async def test_answers_to_nobody_are_dropped():
             await unanswered
 
 
+async def test_each_call_ends_at_its_own_deadline():
+    """Whichever was made first; kvd is told so, and the other calls wait on."""
+    ours, kvds = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    taken = []
+    stream = FrameStream(
+        lambda frame: taken.append(pb.CallFrame.FromString(frame)), MAX_FRAME_BYTES
+    )
+    await stream.open(kvds)
+    async with channel_to(ours.detach()) as local:
+        call = kvd_pb2_grpc.EngineStub(local).EndSession
+        calls = [call(pb.EndSessionRequest(), timeout=s) for s in (60, 0.2, None, 0.1, 0.3)]
+        for late in (calls[3], calls[1], calls[4]):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await late
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: len(taken) == 5 + 3)
+        assert sorted(frame.number for frame in taken if not frame.method) == [2, 4, 5]
+        assert not calls[0].done()
+        assert not calls[2].done()
+        calls[0].cancel()
+        await until(lambda: len(taken) == 5 + 4)
+        assert (taken[-1].number, taken[-1].method) == (1, "")
+        stream.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await calls[2]
+    await stream.ended
+
+
 @pytest.mark.parametrize("kind", ["file", "packets"])
 async def test_only_a_stream_socket_is_called_over(tmp_path, kind):
     """Another descriptor is an error, and is closed."""
