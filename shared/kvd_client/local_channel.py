@@ -82,7 +82,7 @@ class LocalChannel:
         """Return a function that calls a method, as gRPC's channel does.
 
         It sends the call at once, and returns the future of its response. To cancel that cancels
-        the call. There is no task: its turns of the event loop would take a tenth of our time.
+        the call. There is no task for it: that would take further turns of the event loop.
         """
 
         def call(
