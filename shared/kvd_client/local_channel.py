@@ -93,7 +93,9 @@ class LocalChannel:
             timeout_s = math.inf if timeout is None else timeout
             message = request_serializer(request)
             if (failure := self._reason_not_to_send(message, timeout_s)) is not None:
-                response.set_exception(failure)
+                # In the loop's next turn: a caller that tries again at once must not keep the loop
+                # from noticing that kvd has gone.
+                loop.call_soon(_fail, response, failure)
                 return response
             self._last_number += 1
             number = self._last_number
@@ -198,6 +200,12 @@ class _Waiting(NamedTuple):
             self.response.set_exception(_error(grpc.StatusCode.INTERNAL, why))
         else:
             self.response.set_result(response)
+
+
+def _fail(response: asyncio.Future[Any], failure: grpc.aio.AioRpcError) -> None:
+    """Fail a call, unless it was cancelled."""
+    if not response.done():
+        response.set_exception(failure)
 
 
 def _error(code: grpc.StatusCode, text: str, status: bytes = b"") -> grpc.aio.AioRpcError:
