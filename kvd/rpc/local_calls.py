@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from socket import socket
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -42,9 +42,13 @@ class LocalCalls:
         interceptors: Sequence[CallInterceptor],
         max_calls: int,
     ) -> None:
-        self._handlers = _unary_handlers(add, servicer)
-        self._interceptors = tuple(reversed(interceptors))
         self._max_calls = max_calls
+        self._handlers: dict[str, Handler] = {}  # by the full name of the method
+        self._refusals: dict[str, Handler] = {}  # what answers in their place if there are too many
+        for method, handler in _unary_handlers(add, servicer).items():
+            refusal = with_behaviour(handler, self._refuse)
+            self._handlers[method] = _wrapped(handler, method, interceptors)
+            self._refusals[method] = _wrapped(refusal, method, interceptors)
 
     async def serve(self, sock: socket) -> None:
         """Answer calls until the other side closes or breaks the protocol, or this is cancelled.
@@ -88,7 +92,7 @@ class LocalCalls:
             frames.send(_failure(call.number, code, why).SerializeToString())
         else:
             if len(running) >= self._max_calls:
-                handler = with_behaviour(handler, self._refuse)
+                handler = self._refusals[call.method]
             running[call.number] = asyncio.create_task(self._answer(call, handler, frames))
             running[call.number].add_done_callback(lambda _: running.pop(call.number))
 
@@ -102,9 +106,6 @@ class LocalCalls:
         """
         context: Any = _Context(call)
         try:
-            details: Any = _Details(call.method, context.metadata)
-            for interceptor in self._interceptors:
-                handler = interceptor.wrap(handler, details)
             request = handler.request_deserializer(call.request)
             response = await handler.unary_unary(request, context)
             message = handler.response_serializer(response)
@@ -123,20 +124,12 @@ class LocalCalls:
         )
 
 
-class _Details(NamedTuple):
-    """What interceptors take from grpc.HandlerCallDetails."""
-
-    method: str
-    invocation_metadata: Sequence[tuple[str, str]]
-
-
 class _Context:
     """What interceptors take from a gRPC call's context."""
 
     def __init__(self, call: pb.CallFrame) -> None:
-        self.metadata = tuple(call.metadata.items())
-        self.failure = pb.AnswerFrame()  # set by abort
-        self._number = call.number
+        self.failure: pb.AnswerFrame  # set by abort
+        self._call = call
         self._code: grpc.StatusCode | None = None
         self._until_s = time.monotonic() + call.timeout_s if call.timeout_s else None
 
@@ -149,7 +142,7 @@ class _Context:
         """End the call with a status."""
         self._code = code
         status = dict(trailing_metadata).get(DETAILS_KEY, b"")
-        self.failure = _failure(self._number, code, details, status)
+        self.failure = _failure(self._call.number, code, details, status)
         raise grpc.aio.AbortError
 
     def code(self) -> grpc.StatusCode | None:
@@ -162,7 +155,8 @@ class _Context:
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         """Return what came with the call."""
-        return self.metadata
+        metadata = self._call.metadata
+        return [(name, metadata[name]) for name in metadata]  # items() takes twice as long
 
     def peer(self) -> str:
         """Return where the call comes from, as gRPC names a Unix socket without a path."""
@@ -193,6 +187,13 @@ def _unary_handlers(add: Callable[[Any, Any], None], servicer: object) -> Mappin
     server = _UnaryHandlers()
     add(servicer, server)
     return server.found
+
+
+def _wrapped(handler: Handler, method: str, interceptors: Sequence[CallInterceptor]) -> Handler:
+    """Wrap a handler in all interceptors, the first one outermost."""
+    for interceptor in reversed(interceptors):
+        handler = interceptor.wrap(handler, method)
+    return handler
 
 
 def _failure(number: int, code: grpc.StatusCode, why: str, status: bytes = b"") -> pb.AnswerFrame:

@@ -39,7 +39,6 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
-GRACE_S = 2.0  # beyond the deadline that is sent to kvd, for the round trip
 MOST_ENDED = 4096  # ends of sessions to report once kvd is back; older ones expire by their TTL
 
 log = get_logger(__name__)
@@ -65,8 +64,7 @@ class KvdClient(KvdConnection):
         super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
         self.queue = QueueSender()
         self.run_while_attached: list[Callable[[Attachment], Coroutine[object, object, None]]] = []
-        # Sessions whose end is not reported to kvd yet.
-        self._ended: OrderedDict[SessionKey, None] = OrderedDict()
+        self._ended: OrderedDict[SessionKey, None] = OrderedDict()  # their end is to be reported
         self._logged_missing: set[str] = set()  # features that this kvd lacks and that are logged
 
     async def prepare_load(
@@ -116,9 +114,10 @@ class KvdClient(KvdConnection):
             history_tokens=history_tokens,
             span_columns=True,
         )
-        most_s = fetch_wait_s + deadline_s + GRACE_S
-        call = self._call(attachment.stub.PrepareLoad, request, most_s, attachment)
-        response = await self._await_grant(call, self._complete_load, attachment)
+        most_s = fetch_wait_s + deadline_s
+        response = await self._call_for_grant(
+            attachment.stub.PrepareLoad, request, most_s, attachment, self._complete_load
+        )
         with self._ending_on_bad_answer(attachment, response.lease_id):
             arena = attachment.mapped.slots
             return load_grant(response, request, arena, self._layout, attachment.progress)
@@ -162,8 +161,9 @@ class KvdClient(KvdConnection):
             load_ends=load_ends,
             block_columns=True,
         )
-        call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
-        response = await self._await_grant(call, self._complete_store, attachment)
+        response = await self._call_for_grant(
+            attachment.stub.PrepareStore, request, deadline_s, attachment, self._complete_store
+        )
         with self._ending_on_bad_answer(attachment, response.lease_id):
             return store_grant(response, request, attachment.mapped.slots, self._layout)
 

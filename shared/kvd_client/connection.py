@@ -31,6 +31,7 @@ from shared.version import __version__
 RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each failed attempt
 MAX_RECONNECT_DELAY_S = 0.5
 ATTACH_S = 30.0  # deadline of an attach, in which kvd may have to make an arena
+GRACE_S = 2.0  # beyond the wait that a call allows kvd, for the round trip
 CANCEL_AGAIN_S = 0.1
 INSTANCE_BYTES = 16
 
@@ -119,7 +120,7 @@ class KvdConnection:
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
         self._held: set[int] = set()  # granted leases whose completion was not called yet
-        self._undoing: set[asyncio.Future[None]] = set()  # see _await_grant
+        self._undoing: set[asyncio.Future[None]] = set()  # see _call_for_grant
 
     # ------------------------------------------------------------------------------- lifecycle
 
@@ -229,23 +230,34 @@ class KvdConnection:
             raise self._unavailable()
         return self._attachment
 
-    async def _await_grant(
+    async def _call_for_grant(
         self,
-        call: Coroutine[object, object, LeasedResponse],
-        complete: Callable[[Attachment, int], Coroutine[object, object, object]],
+        method: Method[Request, LeasedResponse],
+        request: Request,
+        wait_s: float,
         attachment: Attachment,
+        complete: Callable[[Attachment, int], Coroutine[object, object, object]],
     ) -> LeasedResponse:
-        """Await a prepare call; if we are cancelled meanwhile, complete the lease it grants."""
-        running = asyncio.ensure_future(call)
+        """Make a prepare call; if we are cancelled meanwhile, complete the lease it grants.
+
+        Args:
+            method: a stub's method.
+            request: its argument.
+            wait_s: most seconds that kvd may wait before it answers.
+            attachment: the attachment that the call is made in.
+            complete: completes a lease.
+        """
+        timeout_s = wait_s + GRACE_S
+        answer = asyncio.ensure_future(method(request, timeout=timeout_s, metadata=outgoing()))
 
         async def undo() -> None:
             with contextlib.suppress(ReportedError):
-                response = await running
+                response = await self._await_answer(answer, timeout_s, attachment)
                 if response.lease_id:
                     await complete(attachment, response.lease_id)
 
         try:
-            response = await asyncio.shield(running)
+            response = await self._await_answer(asyncio.shield(answer), timeout_s, attachment)
         except asyncio.CancelledError:
             undoing = asyncio.ensure_future(undo())
             self._undoing.add(undoing)  # the event loop holds only weak references to tasks
@@ -265,18 +277,31 @@ class KvdConnection:
         timeout_s: float,
         leasing: Attachment | None = None,
     ) -> Response:
-        """Call a method; every failure becomes a ReportedError.
+        """Call a method, see _await_answer.
 
         Args:
             method: a stub's method.
             request: its argument.
+            timeout_s: most seconds for the call.
+            leasing: see _await_answer.
+        """
+        answer = method(request, timeout=timeout_s, metadata=outgoing())
+        return await self._await_answer(answer, timeout_s, leasing)
+
+    async def _await_answer(
+        self, answer: Awaitable[Response], timeout_s: float, leasing: Attachment | None
+    ) -> Response:
+        """Await the answer to a call; every failure becomes a ReportedError.
+
+        Args:
+            answer: what the stub's method has returned.
             timeout_s: most seconds for the call.
             leasing: the attachment of a call that begins or ends a lease; else None. Without an
                 answer in time it is not known whether kvd holds that lease for us, and it would
                 hold it for ever. So that attachment ends, and the next one names what we hold.
         """
         try:
-            return await method(request, timeout=timeout_s, metadata=outgoing())
+            return await answer
         except grpc.aio.AioRpcError as error:
             if leasing is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 log.warning("kvd_call_unanswered", timeout_s=timeout_s)

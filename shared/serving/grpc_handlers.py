@@ -97,13 +97,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor, ABC):  # type: ignore[type-arg
     ) -> Handler:
         """Wrap the method's handler. Called by grpc for each RPC."""
         handler: Any = await continuation(handler_call_details)  # may be None despite its type
-        return None if handler is None else self.wrap(handler, handler_call_details)  # type: ignore[return-value]
+        return None if handler is None else self.wrap(handler, handler_call_details.method)  # type: ignore[return-value]
 
     @abstractmethod
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """Return the handler that is called in place of `handler`.
 
         Args:
             handler: the handler of the servicer's method, or of the next interceptor.
-            details: the call's method and metadata.
+            method: the method's full name. All else about a call comes with its context, so that a
+                wrapped handler may answer any number of calls.
         """

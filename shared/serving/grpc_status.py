@@ -151,31 +151,31 @@ class ReportedErrorInterceptor(CallInterceptor):
     def __init__(self, domain: str) -> None:
         self.domain = domain
 
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """See CallInterceptor."""
-        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
+        check = _check_all_readable if handler.request_streaming else _check_readable
         return make_handler(
-            wrap(method, behaviour_of(handler)),
+            wrap(method, behaviour_of(handler), check),
             _make_reader(handler.request_deserializer),
             handler.response_serializer,
             takes_stream=handler.request_streaming,
             gives_stream=handler.response_streaming,
         )
 
-    def _single(self, method: str, behaviour: Any) -> Any:
+    def _single(self, method: str, behaviour: Any, check: Callable[[Any], Any]) -> Any:
         async def answer(request: Any, context: Any) -> Any:
             try:
-                return await behaviour(_check_readable(request), context)
+                return await behaviour(check(request), context)
             except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
                 await self._abort(method, context, error)
 
         return answer
 
-    def _streaming(self, method: str, behaviour: Any) -> Any:
+    def _streaming(self, method: str, behaviour: Any, check: Callable[[Any], Any]) -> Any:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                responses = behaviour(_check_readable(request), context)
+                responses = behaviour(check(request), context)
                 if inspect.isawaitable(responses):  # health's Watch writes to the context itself
                     await responses
                     return
@@ -216,13 +216,11 @@ def _make_reader(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes]
 
 
 def _check_readable(request: Any) -> Any:
-    """Return the request, or the stream of requests. Raise InvalidInputError if unreadable."""
+    """Return the request. Raise InvalidInputError if it is unreadable."""
     if isinstance(request, _Unreadable):
         raise InvalidInputError(
             "the request cannot be decoded", "send the message that the .proto file defines"
         )
-    if isinstance(request, AsyncIterator):
-        return _check_all_readable(request)
     return request
 
 

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeAlias
 
-import grpc
-
 from shared.access.channels import AUTHORIZATION
 from shared.access.clients import ClientBook, StreamCounts, authenticate
 from shared.access.identity import Identity, act_as
@@ -95,44 +93,46 @@ class AccessInterceptor(CallInterceptor):
         self._leaves_reading = leaves_reading
         self._read_s = read_s
         self._unread: Counter[str] = Counter()  # by client
+        self._max_unread = MAX_UNREAD if socket_identity is None else None
         self._metrics = metrics or RpcMetrics()
         self._refusals = RefusalLog()
 
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """See CallInterceptor."""
-        method = details.method
         wrap = self._streaming if handler.response_streaming else self._single
         # Single requests become streams: otherwise grpc reads the message before it calls us.
-        is_read_here = handler.request_streaming or not self._leaves_reading
+        is_read_here = not handler.request_streaming and not self._leaves_reading
         return make_handler(
-            wrap(method, handler),
+            wrap(method, behaviour_of(handler), is_read_here=is_read_here),
             handler.request_deserializer,
             handler.response_serializer,
-            takes_stream=is_read_here,
+            takes_stream=handler.request_streaming or is_read_here,
             gives_stream=handler.response_streaming,
         )
 
-    def _single(self, method: str, handler: Any) -> Any:
-        behaviour = behaviour_of(handler)
+    def _single(self, method: str, behaviour: Any, *, is_read_here: bool) -> Any:
+        role = self._role_for(method)
 
-        async def answer(requests: Any, context: Any) -> Any:
-            identity = self._admit(method, context)
-            if identity is None:
-                request = await self._read(handler, requests, STRANGER, MAX_STRANGERS)
-                return await behaviour(request, context)
-            request = await self._request(method, handler, identity, requests, context)
+        async def answer(request: Any, context: Any) -> Any:
+            identity = self._admit(method, role, context)
+            if is_read_here:
+                request = await self._read(request, identity)
+            if identity is not None:
+                self._check_request(method, identity, request, context)
             return await behaviour(request, context)
 
         return answer
 
-    def _streaming(self, method: str, handler: Any) -> Any:
-        behaviour = behaviour_of(handler)
+    def _streaming(self, method: str, behaviour: Any, *, is_read_here: bool) -> Any:
+        role = self._role_for(method)
 
-        async def answer(requests: Any, context: Any) -> AsyncIterator[Any]:
-            identity = self._admit(method, context)
+        async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+            identity = self._admit(method, role, context)
             assert identity is not None, "OPEN_METHOD has one response"  # noqa: S101
             self._count_stream(identity, context)
-            request = await self._request(method, handler, identity, requests, context)
+            if is_read_here:
+                request = await self._read(request, identity)
+            self._check_request(method, identity, request, context)
             responses = behaviour(request, context)
             if inspect.isawaitable(responses):  # health's Watch writes to the context itself
                 await responses
@@ -142,14 +142,17 @@ class AccessInterceptor(CallInterceptor):
 
         return answer
 
-    def _admit(self, method: str, context: Any) -> Identity | None:
+    def _role_for(self, method: str) -> str | None:
+        """Return the role that a method requires; None: none."""
+        return self._roles.get(method.split("/")[1])
+
+    def _admit(self, method: str, role: str | None, context: Any) -> Identity | None:
         """Return the caller, after checking its role; None: an unknown caller's health check."""
         identity = None
         if self._socket_identity is None:
             self._metrics.tls.on_call(context.peer())
         try:
             identity = self._identify(context)
-            role = self._roles.get(method.split("/")[1])
             if role is not None:
                 identity.check_role(role)
             if role == AUDITED:
@@ -196,23 +199,18 @@ class AccessInterceptor(CallInterceptor):
         # A callback, not `finally`: a generator abandoned at a yield is not closed in time.
         context.add_done_callback(lambda _: streams.release(identity))
 
-    async def _request(
-        self, method: str, handler: Any, identity: Identity, requests: Any, context: Any
-    ) -> Any:
-        """Return what the handler takes: the stream of requests, or the one request, checked."""
-        most = MAX_UNREAD if self._socket_identity is None else None
-        request = await self._read(handler, requests, identity.name, most)
+    def _check_request(self, method: str, identity: Identity, request: Any, context: Any) -> None:
+        """Check what the handler takes: the stream of requests, or the one request."""
         try:
             self._check(method, identity, request)
         except DeniedError as error:
             self._record_refusal(error, method, identity, context)
             raise
-        return request
 
-    async def _read(self, handler: Any, requests: Any, name: str, most: int | None) -> Any:
-        """Read the message of a call, if that is ours to do; at most `most` such reads at once."""
-        if handler.request_streaming or self._leaves_reading:
-            return requests
+    async def _read(self, requests: Any, identity: Identity | None) -> Any:
+        """Read the message of a call; of some callers only so many at once."""
+        name = STRANGER if identity is None else identity.name
+        most = MAX_STRANGERS if identity is None else self._max_unread
         if most is not None and self._unread[name] >= most:
             raise TooManyCallsError(
                 f"{most} calls have not sent their message yet",

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 from opentelemetry.trace import Span
 
 from shared.access.credentials import TlsConnections
@@ -56,19 +55,17 @@ class RpcObserver(CallInterceptor):
         self._metrics = metrics
         self._long_lived = frozenset(long_lived)
 
-    def wrap(self, handler: Any, details: grpc.HandlerCallDetails) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """See CallInterceptor."""
-        full_name = details.method
-        if full_name.startswith(FOREIGN):
+        if method.startswith(FOREIGN):
             return handler  # type: ignore[no-any-return]
-        method = full_name.rpartition(".")[2]  # "/kvd.v1.Engine/PrepareLoad": what follows "v1."
-        carrier = extract_trace_context(details.invocation_metadata)
+        short = method.rpartition(".")[2]  # "/kvd.v1.Engine/PrepareLoad": what follows "v1."
         wrap = self._streaming if handler.response_streaming else self._single
-        return with_behaviour(handler, wrap(method, carrier, behaviour_of(handler)))
+        return with_behaviour(handler, wrap(short, behaviour_of(handler)))
 
-    def _single(self, method: str, carrier: dict[str, str], behaviour: Any) -> Any:
+    def _single(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> Any:
-            call = self._begin(method, carrier)
+            call = self._begin(method, context)
             is_answered = False
             try:
                 response = await behaviour(request, context)
@@ -79,9 +76,9 @@ class RpcObserver(CallInterceptor):
 
         return answer
 
-    def _streaming(self, method: str, carrier: dict[str, str], behaviour: Any) -> Any:
+    def _streaming(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-            call = self._begin(method, carrier)
+            call = self._begin(method, context)
             # A callback, not `finally`: a generator abandoned at a yield is not closed in time.
             context.add_done_callback(
                 lambda _: self._record_end(call, context, is_answered=context.done())
@@ -91,9 +88,10 @@ class RpcObserver(CallInterceptor):
 
         return answer
 
-    def _begin(self, method: str, carrier: dict[str, str]) -> "_Call":
+    def _begin(self, method: str, context: Any) -> "_Call":
         span = None
         if method not in self._long_lived:
+            carrier = extract_trace_context(context.invocation_metadata())
             span = enter_request(method, carrier, {"rpc.system": "grpc", "rpc.method": method})
         return _Call(method, time.monotonic(), span)
 
@@ -109,7 +107,7 @@ class RpcObserver(CallInterceptor):
         call.span.end()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make
 class _Call:
     method: str
     began_s: float

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import structlog
@@ -36,6 +37,8 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 EXPORT_S = 5.0  # for one export, and for the last one at the end
 HEADERS = ("traceparent", "tracestate")
 MAX_HEADER = 512  # characters; the length that W3C requires implementations to support
+# Parents whose text is not parsed again: an engine makes several calls of kvd for each turn.
+MAX_PARENTS = 256
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACER = trace.get_tracer("cachedattention")  # finds the provider once there is one
@@ -118,11 +121,15 @@ def extract_trace_context(metadata: Sequence[tuple[str, str | bytes]] | None) ->
 
 def outgoing() -> Metadata | None:
     """Return metadata that makes the callee's spans children of the current one; None: no span."""
-    if not trace.get_current_span().get_span_context().is_valid:
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
         return None
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return tuple(carrier.items())
+    # As _PROPAGATOR.inject does, in half the time: every call of kvd has them.
+    ids = f"{context.trace_id:032x}-{context.span_id:016x}"
+    parent = "traceparent", f"00-{ids}-{context.trace_flags:02x}"
+    if not context.trace_state:
+        return (parent,)
+    return parent, ("tracestate", context.trace_state.to_header())
 
 
 # ------------------------------------------------------------------------------------------- spans
@@ -133,7 +140,7 @@ def enter_request(name: str, carrier: Mapping[str, str], attributes: Mapping[str
 
     The caller ends the span. Log lines of the task, and of tasks made by it, have its trace id.
     """
-    parent = _PROPAGATOR.extract(carrier, context=Context())
+    parent = _parent_in(tuple(carrier.items()))
     span = _TRACER.start_span(name, parent, SpanKind.SERVER, attributes)
     if not span.get_span_context().is_valid:
         span = NonRecordingSpan(_random_context())
@@ -186,6 +193,12 @@ def trace_id_of(span: Span) -> str:
     """Return a span's trace id as W3C writes it; "" if the span has none."""
     context = span.get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+@lru_cache(MAX_PARENTS)
+def _parent_in(carrier: Metadata) -> Context:
+    """Return a context of which the caller's span is the current one; empty if none is named."""
+    return _PROPAGATOR.extract(dict(carrier), context=Context())
 
 
 def _random_context() -> SpanContext:

@@ -145,9 +145,9 @@ def load(deed, token_ids=b""):
     return pb.PrepareLoadRequest(session=pb.SessionKey(session_id=deed), token_ids=token_ids)
 
 
-def do(channel, deed, token_ids=b"", **options):
+async def do(channel, deed, token_ids=b"", **options):
     """Call for a deed."""
-    return kvd_pb2_grpc.EngineStub(channel).PrepareLoad(load(deed, token_ids), **options)
+    return await kvd_pb2_grpc.EngineStub(channel).PrepareLoad(load(deed, token_ids), **options)
 
 
 def send_bytes(channel, method, request):
@@ -189,6 +189,25 @@ async def test_a_call_is_answered_counted_and_traced(tmp_path):
     assert kvd.deeds.bound[1]["trace_id"] != TRACE
     assert kvd.metrics.ended.counts == {(COUNTED, "OK"): 2}
     assert set(kvd.metrics.seconds.series) == {(COUNTED,)}
+
+
+async def test_calls_that_run_at_once_have_each_their_own_trace(tmp_path):
+    """A method is wrapped once for all of its calls."""
+    kvd = Kvd(tmp_path)
+    traces = [f"{number:032x}" for number in range(1, 4)]
+    async with kvd.engine() as local:
+        calls = [
+            asyncio.create_task(
+                do(local, f"wait {n}", metadata=(("traceparent", f"00-{trace}-{n:016x}-01"),))
+            )
+            for n, trace in enumerate(traces, 1)
+        ]
+        await until(lambda: len(kvd.deeds.begun) == 3)
+        for n, call in enumerate(calls, 1):
+            kvd.deeds.end(f"wait {n}")
+            await call
+    assert [bound["trace_id"] for bound in kvd.deeds.bound] == traces
+    assert kvd.metrics.ended.counts == {(COUNTED, "OK"): 3}
 
 
 async def test_failures_are_those_of_grpc(tmp_path):

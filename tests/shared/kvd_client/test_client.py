@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from shared.kvd_client import client as client_module
+from shared.kvd_client import connection as connection_module
 from shared.kvd_client import queue_sender
 from shared.kvd_client.attachment import KvdUnavailableError
 from shared.kvd_client.client import MOST_ENDED, KvdClient
@@ -206,7 +207,7 @@ async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, monkeypatc
         grant = await client.prepare_store(KEY, TOKENS, 0, 5)
         kvd.mute.add(call)
         monkeypatch.setattr(client_module, "CALL_S", 0.5)
-        monkeypatch.setattr(client_module, "GRACE_S", 0.5)
+        monkeypatch.setattr(connection_module, "GRACE_S", 0.5)
         is_prepare = call == "PrepareStore"
         asking = client.prepare_store(KEY, TOKENS, 0, 0.0) if is_prepare else None
         with pytest.raises(KvdUnavailableError):

@@ -106,13 +106,41 @@ async def test_answers_to_nobody_are_dropped():
     async with answering(answer_odd_ones) as local:
         call = kvd_pb2_grpc.EngineStub(local).EndSession
         assert await call(pb.EndSessionRequest(), timeout=60) == pb.EndSessionResponse()
-        unanswered = asyncio.create_task(call(pb.EndSessionRequest(), timeout=60))
+        unanswered = asyncio.ensure_future(call(pb.EndSessionRequest(), timeout=60))
         await until(lambda: 2 in local._waiting)
         assert await call(pb.EndSessionRequest(), timeout=60) == pb.EndSessionResponse()
         assert not unanswered.done()
         local.close()
         with pytest.raises(grpc.aio.AioRpcError):
             await unanswered
+
+
+async def test_each_call_ends_at_its_own_deadline():
+    """Whichever was made first; kvd is told so, and the other calls wait on."""
+    ours, kvds = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    taken = []
+    stream = FrameStream(
+        lambda frame: taken.append(pb.CallFrame.FromString(frame)), MAX_FRAME_BYTES
+    )
+    await stream.open(kvds)
+    async with channel_to(ours.detach()) as local:
+        call = kvd_pb2_grpc.EngineStub(local).EndSession
+        calls = [call(pb.EndSessionRequest(), timeout=s) for s in (60, 0.2, None, 0.1, 0.3)]
+        for late in (calls[3], calls[1], calls[4]):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await late
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: len(taken) == 5 + 3)
+        assert sorted(frame.number for frame in taken if not frame.method) == [2, 4, 5]
+        assert not calls[0].done()
+        assert not calls[2].done()
+        calls[0].cancel()
+        await until(lambda: len(taken) == 5 + 4)
+        assert (taken[-1].number, taken[-1].method) == (1, "")
+        stream.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await calls[2]
+    await stream.ended
 
 
 @pytest.mark.parametrize("kind", ["file", "packets"])

@@ -33,8 +33,8 @@ class Noting(CallInterceptor):
     def __init__(self, answer):
         self.answer, self.methods = answer, []
 
-    def wrap(self, handler, details):
-        self.methods.append(details.method)
+    def wrap(self, handler, method):
+        self.methods.append(method)
         return with_behaviour(handler, self.answer)
 
 

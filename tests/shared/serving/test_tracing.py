@@ -79,6 +79,23 @@ def test_spans_keep_the_callers_trace():
     assert not trace.get_current_span().get_span_context().is_valid
 
 
+@pytest.mark.parametrize("flags", ["00", "01"])
+@pytest.mark.parametrize("state", [{}, {"tracestate": "a=b,c=d"}])
+def test_a_trace_is_passed_on_as_opentelemetry_does(flags, state):
+    """With each value of the caller, also if two callers differ in one of them only."""
+    carrier = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flags}", **state}
+
+    def request():
+        enter_request("call", carrier, {})
+        expected = {}
+        TraceContextTextMapPropagator().inject(expected)
+        return expected, dict(outgoing())
+
+    for _ in range(2):  # the second time, the parent is known
+        expected, passed_on = in_a_task(request)
+        assert passed_on == expected == carrier
+
+
 def test_a_later_request_of_the_same_task_has_a_new_trace():
     """On a persistent connection, one request's trace is not the next one's."""
 
