@@ -52,6 +52,22 @@ class Part(NamedTuple):
         return self.kv.num_tokens + self.num_before + self.num_tokens
 
 
+class NewKv(NamedTuple):
+    """A layer's keys and values of a step's new tokens, the parts one after another.
+
+    Attributes:
+        key: [1, kv_heads, tokens, head_dim], after RoPE, as attention reads it.
+        value: [1, kv_heads, tokens, value_dim].
+        unrotated_key: [tokens, kv_heads, head_dim], before RoPE, as it is stored.
+        unrotated_value: [tokens, kv_heads, value_dim].
+    """
+
+    key: Tensor
+    value: Tensor
+    unrotated_key: Tensor
+    unrotated_value: Tensor
+
+
 class StepAttention(Protocol):
     """The attention of one step."""
 
@@ -73,19 +89,13 @@ class WritingAttention(ABC):
 
     @abstractmethod
     def write_and_attend(
-        self,
-        query: Tensor,
-        new: tuple[Tensor, Tensor],
-        unrotated: tuple[Tensor, Tensor],
-        layer_index: int,
-        options: AttentionOptions,
+        self, query: Tensor, new: NewKv, layer_index: int, options: AttentionOptions
     ) -> Tensor:
         """Write a layer's new tokens to KV and to write buffers, then attend.
 
         Args:
             query: as `StepAttention.attend` takes it.
-            new: key and value, [1, kv_heads, tokens, dim] each.
-            unrotated: key and value before RoPE, [tokens, kv_heads, dim] each.
+            new: the tokens, all of the query's dtype.
             layer_index: the layer.
             options: scale, softcap, sinks and window of this call.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from inference_svc.runtime.attention.attention import (
     AttentionBackend,
+    NewKv,
     Part,
     StepAttention,
     WritingAttention,
@@ -102,8 +103,7 @@ class StepForward:
     def write_and_attend(
         self,
         query: Tensor,
-        new: tuple[Tensor, Tensor],
-        unrotated: tuple[Tensor, Tensor],
+        new: NewKv,
         layer_index: int,
         options: dict[str, Any],
         *,
@@ -113,8 +113,7 @@ class StepForward:
 
         Args:
             query: as `attend` takes it, or `attend_wanted`.
-            new: key and value, as `update_cache` takes them.
-            unrotated: key and value before RoPE, [tokens, kv_heads, dim] each.
+            new: the layer's new tokens.
             layer_index: the layer's index; layers come in order.
             options: as `attend` takes them.
             is_whole: whether the query is that of all tokens, and not of wanted ones only.
@@ -122,10 +121,10 @@ class StepForward:
         Returns:
             [1, tokens of the query, heads, value_dim]; contiguous, and none of the tensors given.
         """
-        self._write(layer_index, *new, unrotated)
+        self._write(layer_index, new.key, new.value, new[2:])
         if is_whole:
-            return self.attend(query, *new, None, options)
-        return self.attend_wanted(query, *new, options)
+            return self.attend(query, new.key, new.value, None, options)
+        return self.attend_wanted(query, new.key, new.value, options)
 
     def _unrotated(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values before RoPE, [tokens, kv_heads, dim] each."""
@@ -306,8 +305,7 @@ class RaggedForward(StepForward):
     def write_and_attend(
         self,
         query: Tensor,
-        new: tuple[Tensor, Tensor],
-        unrotated: tuple[Tensor, Tensor],
+        new: NewKv,
         layer_index: int,
         options: dict[str, Any],
         *,
@@ -315,13 +313,11 @@ class RaggedForward(StepForward):
     ) -> Tensor:
         """See the base class; where a kernel writes and attends, it is one call of the kernel."""
         is_all = query.shape[2] == self._num_tokens and (is_whole or self._wants_all)
-        if self._writing is None or not is_all or not _is_same_dtype(query, *new, *unrotated):
-            return super().write_and_attend(
-                query, new, unrotated, layer_index, options, is_whole=is_whole
-            )
+        if self._writing is None or not is_all or not _have_one_dtype(query, *new):
+            return super().write_and_attend(query, new, layer_index, options, is_whole=is_whole)
         self._begin(layer_index)
         _, call_options = self._await_call(options)
-        attended = self._writing.write_and_attend(query, new, unrotated, layer_index, call_options)
+        attended = self._writing.write_and_attend(query, new, layer_index, call_options)
         self._open_clock(layer_index)
         return attended
 
@@ -365,9 +361,8 @@ class RaggedForward(StepForward):
         return call, call_options
 
 
-def _is_same_dtype(query: Tensor, key: Tensor, value: Tensor, *unrotated: Tensor) -> bool:
-    first_key, first_value = unrotated
-    return query.dtype == key.dtype == value.dtype == first_key.dtype == first_value.dtype
+def _have_one_dtype(*tensors: Tensor) -> bool:
+    return len({tensor.dtype for tensor in tensors}) == 1
 
 
 class DecodeForward(StepForward):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.attention.attention import NewKv
 from inference_svc.runtime.compute.step_forward import StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.model.capture import ForwardCall
@@ -57,10 +58,8 @@ def _attend(
     if not isinstance(forward, StepForward):
         raise AssertionError("a traced forward runs outside of a step")  # noqa: TRY004
     options = {"scaling": scale, "softcap": softcap, "s_aux": sinks}
-    unrotated = (unrotated_key, unrotated_value)
-    return forward.write_and_attend(
-        query, (key, value), unrotated, layer_index, options, is_whole=wanted is None
-    )
+    new = NewKv(key, value, unrotated_key, unrotated_value)
+    return forward.write_and_attend(query, new, layer_index, options, is_whole=wanted is None)
 
 
 def _attended_shape(query: Tensor, _key: Tensor, value: Tensor, *_others: Any) -> Tensor:

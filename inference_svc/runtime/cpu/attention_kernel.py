@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.attention.attention import NewKv
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.native_library import load_library
 from inference_svc.runtime.cpu.operators import register
@@ -93,8 +94,7 @@ class AttentionKernel:
     def write_and_decode(
         self,
         query: Tensor,
-        new: tuple[Tensor, Tensor],
-        unrotated: tuple[Tensor, Tensor],
+        new: NewKv,
         parts: Tensor,
         layer_index: int,
         options: AttentionOptions,
@@ -103,8 +103,7 @@ class AttentionKernel:
 
         Args:
             query: see `decode`.
-            new: key and value, [1, kv_heads, parts, dim] each, of the query's dtype.
-            unrotated: key and value before RoPE, [parts, kv_heads, dim] each, of this dtype, too.
+            new: the parts' tokens, all of the query's dtype.
             parts: see `decode`.
             layer_index: the layer's index.
             options: see `decode`.
@@ -113,9 +112,7 @@ class AttentionKernel:
             [1, parts, heads, value_dim]
         """
         scoring = _scoring(query, options)
-        attended: Tensor = self._write_and_decode(
-            query, *new, *unrotated, parts, layer_index, *scoring
-        )
+        attended: Tensor = self._write_and_decode(query, *new, parts, layer_index, *scoring)
         return attended
 
     def prefill(
@@ -199,15 +196,15 @@ def _why_miswritten(kernel: AttentionKernel, keys: Tensor, values: Tensor) -> st
     """Let the kernel write last tokens that are there already; return how it differs; "": not."""
     last = PROOF_LENGTHS[0] - 1
     query = keys[None, :, last:]  # any will do
-    new = (keys[None, :, last:], values[None, :, last:])
     unrotated = (-keys[:, last:].transpose(0, 1), -values[:, last:].transpose(0, 1))
+    new = NewKv(keys[None, :, last:], values[None, :, last:], *unrotated)
     rows = [torch.zeros_like(tokens, memory_format=torch.contiguous_format) for tokens in unrotated]
     unwritten = [tokens.index_fill(1, torch.tensor([last]), math.nan) for tokens in (keys, values)]
     layer = AttendedLayer(0, keys.shape[0], values.shape[2])
     expected = kernel.decode(query, _lone_part(keys, values), layer, AttentionOptions())
     numbers = _lone_part(*unwritten)
     numbers[0, 0, [KEY_ROW, VALUE_ROW]] = torch.tensor([tokens.data_ptr() for tokens in rows])
-    found = kernel.write_and_decode(query, new, unrotated, numbers, 0, AttentionOptions())
+    found = kernel.write_and_decode(query, new, numbers, 0, AttentionOptions())
     written = [found, *unwritten, *rows]
     wanted = [expected, keys, values, *unrotated]
     if not all(map(torch.equal, written, wanted)):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.attention import (
+    NewKv,
     Part,
     StepAttention,
     TorchAttention,
@@ -193,16 +194,11 @@ class LoneAttention(KernelAttention, WritingAttention):
         self._attend = kernel.decode
 
     def write_and_attend(
-        self,
-        query: Tensor,
-        new: tuple[Tensor, Tensor],
-        unrotated: tuple[Tensor, Tensor],
-        layer_index: int,
-        options: AttentionOptions,
+        self, query: Tensor, new: NewKv, layer_index: int, options: AttentionOptions
     ) -> Tensor:
         """Write the parts' tokens and attend, [1, tokens, heads, value_dim]; see the base class."""
         numbers = self._addresses(options)
-        return self._kernel.write_and_decode(query, new, unrotated, numbers, layer_index, options)
+        return self._kernel.write_and_decode(query, new, numbers, layer_index, options)
 
 
 class MixedAttention:

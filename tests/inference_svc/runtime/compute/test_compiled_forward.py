@@ -129,7 +129,7 @@ def written_layers(monkeypatch):
     layers, write = [], AttentionKernel.write_and_decode
 
     def noted(kernel, *arguments):
-        layers.append(arguments[4])
+        layers.append(arguments[3])
         return write(kernel, *arguments)
 
     monkeypatch.setattr(AttentionKernel, "write_and_decode", noted)

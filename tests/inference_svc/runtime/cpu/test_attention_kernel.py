@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.runtime.attention.attention import NewKv
 from inference_svc.runtime.attention.softmax_attention import AttentionOptions
 from inference_svc.runtime.cpu.attention_kernel import (
     FIRSTS,
@@ -59,11 +60,12 @@ def test_a_kernel_that_writes_wrong_tokens_is_found(kernel, monkeypatch, fault):
     """Although the answers of those that it was given may be right."""
     right, decode = kernel.write_and_decode, kernel.decode
 
-    def wrong(query, new, unrotated, parts, layer_index, options):
+    def wrong(query, new, parts, layer_index, options):
         if fault == "writes nothing":
-            layer = AttendedLayer(layer_index, new[0].shape[1], new[1].shape[3])
+            layer = AttendedLayer(layer_index, new.key.shape[1], new.value.shape[3])
             return decode(query, parts, layer, options)
-        return right(query, new, unrotated[::-1], parts, layer_index, options)
+        swapped = NewKv(new.key, new.value, new.unrotated_value, new.unrotated_key)
+        return right(query, swapped, parts, layer_index, options)
 
     monkeypatch.setattr(kernel, "write_and_decode", wrong)
     reason = why_wrong(kernel, [LAYERS["smollm"]], torch.float32)
@@ -168,9 +170,9 @@ def test_written_tokens_are_attended_to(sizes):
         places[index][KEY_ROW] = buffer[0, 2 * index].data_ptr()
         places[index][VALUE_ROW] = buffer[1, 2 * index].data_ptr()
     query = torch.cat([sequence.query for sequence in sequences]).transpose(0, 1).unsqueeze(0)
-    new = tuple(tokens.transpose(0, 1).unsqueeze(0) for tokens in last)
+    new = NewKv(*[tokens.transpose(0, 1).unsqueeze(0) for tokens in last], *unrotated)
     parts = torch.tensor([places])
-    found = kernel.write_and_decode(query, new, unrotated, parts, 0, AttentionOptions())[0]
+    found = kernel.write_and_decode(query, new, parts, 0, AttentionOptions())[0]
     assert torch.equal(found, expected)
     assert torch.equal(buffer[:, ::2], torch.stack(unrotated))
     assert not buffer[:, 1::2].any()
@@ -188,11 +190,11 @@ def test_tokens_of_another_dtype_are_not_written(kernel):
     """Their bytes would be taken for others'."""
     sequence = Sequence(20, 16, 3)
     query = sequence.query.transpose(0, 1).unsqueeze(0)
-    new = tuple(tokens[None, :, -1:] for tokens in kv_of(sequence))
-    unrotated = tuple(tokens[:, -1:].transpose(0, 1).bfloat16() for tokens in kv_of(sequence))
+    rotated = [tokens[None, :, -1:] for tokens in kv_of(sequence)]
+    new = NewKv(*rotated, *[tokens[0].transpose(0, 1).bfloat16() for tokens in rotated])
     parts = torch.tensor([[sequence.contiguous(0)]])
     with pytest.raises(RuntimeError, match="keys or values of BFloat16 beside queries of Float"):
-        kernel.write_and_decode(query, new, unrotated, parts, 0, AttentionOptions())
+        kernel.write_and_decode(query, new, parts, 0, AttentionOptions())
 
 
 COUNTS = st.integers(2, 200)  # new tokens: up to three blocks of rows
