@@ -100,32 +100,6 @@ class StepForward:
         self._write(layer_index, key, value, unrotated)
         return key, value
 
-    def write_and_attend(
-        self,
-        query: Tensor,
-        new: NewKv,
-        layer_index: int,
-        options: dict[str, Any],
-        *,
-        is_whole: bool,
-    ) -> Tensor:
-        """Do the work of `update_cache` and `attend` in one call: a traced forward has one a layer.
-
-        Args:
-            query: as `attend` takes it, or `attend_wanted`.
-            new: the layer's new tokens.
-            layer_index: the layer's index; layers come in order.
-            options: as `attend` takes them.
-            is_whole: whether the query is that of all tokens, and not of wanted ones only.
-
-        Returns:
-            [1, tokens of the query, heads, value_dim]; contiguous, and none of the tensors given.
-        """
-        self._write(layer_index, new.key, new.value, new[2:])
-        if is_whole:
-            return self.attend(query, new.key, new.value, None, options)
-        return self.attend_wanted(query, new.key, new.value, options)
-
     def _unrotated(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values before RoPE, [tokens, kv_heads, dim] each."""
         recipe = self._layers[layer_index]
@@ -216,12 +190,6 @@ class StepForward:
         """Refuse: this forward runs under the model's own attention."""
         raise AssertionError("a forward with stock attention was asked to attend")
 
-    def attend_wanted(
-        self, _query: Tensor, _key: Tensor, _value: Tensor, _options: dict[str, Any]
-    ) -> Tensor:
-        """Refuse: only graphs of mode ragged know which tokens are wanted."""
-        raise AssertionError("this forward was asked to attend for wanted tokens only")
-
     def make_mask(self, _allowed: Callable[..., Tensor]) -> None:
         """Refuse: our attention implementation has no mask function, so no mask is requested."""
         raise AssertionError("our attention name has no mask function")
@@ -311,15 +279,31 @@ class RaggedForward(StepForward):
         *,
         is_whole: bool,
     ) -> Tensor:
-        """See the base class; where a kernel writes and attends, it is one call of the kernel."""
+        """Do the work of `update_cache` and `attend` in one call: a traced forward has one a layer.
+
+        Where the attention can write, it is one call of its kernel, too.
+
+        Args:
+            query: as `attend` takes it, or `attend_wanted`.
+            new: the layer's new tokens.
+            layer_index: the layer's index; layers come in order.
+            options: as `attend` takes them.
+            is_whole: whether the query is that of all tokens, and not of wanted ones only.
+
+        Returns:
+            [1, tokens of the query, heads, value_dim]; contiguous, and none of the tensors given.
+        """
         is_all = query.shape[2] == self._num_tokens and (is_whole or self._wants_all)
-        if self._writing is None or not is_all or not _have_one_dtype(query, *new):
-            return super().write_and_attend(query, new, layer_index, options, is_whole=is_whole)
-        self._begin(layer_index)
-        _, call_options = self._await_call(options)
-        attended = self._writing.write_and_attend(query, new, layer_index, call_options)
-        self._open_clock(layer_index)
-        return attended
+        if self._writing is not None and is_all and _have_one_dtype(query, *new):
+            self._begin(layer_index)
+            _, given = self._await_call(options)
+            attended = self._writing.write_and_attend(query, new, layer_index, given)
+            self._open_clock(layer_index)
+            return attended
+        self._write(layer_index, new.key, new.value, new[2:])
+        if is_whole:
+            return self.attend(query, new.key, new.value, None, options)
+        return self.attend_wanted(query, new.key, new.value, options)
 
     def attend_wanted(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]

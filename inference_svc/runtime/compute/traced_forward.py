@@ -3,7 +3,7 @@
 The graph has none of the model's Python left, so that a compiler can make kernels of all that lies
 between two attention calls. Attention itself and all working KV stay out of it: per layer there is
 one call of the operator `cachedattention::attend`, which the compiler cannot look into. It calls
-the active forward (`StepForward.write_and_attend`), and so one graph serves all steps, whatever
+the active forward (`RaggedForward.write_and_attend`), and so one graph serves all steps, whatever
 their sequences, pages and buffers.
 
 The numbers of tokens and of rows of logits are symbols. Where a model's code depends on them, as
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.attention import NewKv
-from inference_svc.runtime.compute.step_forward import StepForward
+from inference_svc.runtime.compute.step_forward import RaggedForward, StepForward
 from inference_svc.runtime.compute.step_places import StepPlaces
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.forward import current_forward, forward_context
@@ -55,7 +55,7 @@ def _attend(
     The query is that of all new tokens, or only of those in `wanted`, [rows] int64.
     """
     forward = current_forward()
-    if not isinstance(forward, StepForward):
+    if not isinstance(forward, RaggedForward):
         raise AssertionError("a traced forward runs outside of a step")  # noqa: TRY004
     options = {"scaling": scale, "softcap": softcap, "s_aux": sinks}
     new = NewKv(key, value, unrotated_key, unrotated_value)

@@ -1,9 +1,9 @@
 """AttentionKernel: the new tokens of several sequences attend over their KV in place, in C++.
 
-The kernels of `decode_attention.cpp`, for sequences with one new token, and of
-`prefill_attention.cpp`, for those with more; `native_library.py` compiles them, torch calls them as
-operators (`operators.py`). Before they serve, they are proven on this machine: random tensors of
-the model's shapes against plain softmax in torch.
+The kernels of `decode_attention.cpp`, for sequences with one new token, which they can also write,
+and of `prefill_attention.cpp`, for those with more; `native_library.py` compiles them, torch calls
+them as operators (`operators.py`). Before they serve, they are proven on this machine: random
+tensors of the model's shapes against plain softmax in torch.
 """
 
 import ctypes

@@ -5,7 +5,7 @@
 // are computed together, so that keys and values are read from memory once. A split goes by tiles of TILE
 // tokens: scores, then an online softmax, then the weighted sum of values. Splits are merged in the end. A
 // sequence's result depends on this sequence alone: neither the other sequences nor the number of threads
-// change how it is divided.
+// change how it is divided. The new tokens may be written here, too, before they attend.
 //
 // Sources: FlashAttention and Flash-Decoding (Dao et al.) for the arithmetic; PagedAttention (vLLM, SOSP'23) for
 // page tables.
